@@ -1,0 +1,91 @@
+"""Settings that change what a call does: one frozen value in one jit-cache-sensitive context.
+
+``jmoe.config(check=True)`` is a context manager; ``jmoe.config.check`` reads the value in force. Because the value is
+part of the jit key, a function traced under one setting is traced again under another.
+"""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings.
+
+    Attributes:
+      device: name of a known device (``"h100"``) to select for, or None for the one JAX computes on. JMOE_DEVICE.
+      implementation: taken where a call gives none (``"xla"``); None lets the selector choose. JMOE_IMPLEMENTATION.
+      batch_invariant: fix tiles and instruction kinds so that a row's bits do not depend on how many rows there are.
+        JMOE_BATCH_INVARIANT.
+      check: raise on values that can only be checked at run time (expert ids, static scales); under jit the caller
+        functionalises with ``jax.experimental.checkify``. JMOE_CHECK.
+      recorder: where ``jmoe.explain`` gathers selections; a fresh one makes every function trace anew.
+    """
+
+    device: str | None = None
+    implementation: str | None = None
+    batch_invariant: bool = False
+    check: bool = False
+    recorder: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch_invariant", "check"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"config {name}={value!r} must be True or False")
+        for name in ("device", "implementation"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise ValueError(f"config {name}={value!r} must be a name or None")
+
+
+def _flag(name: str, text: str) -> bool:
+    known = {"1": True, "true": True, "0": False, "false": False, "": False}
+    if text.lower() not in known:
+        raise ValueError(f"{name}={text!r} must be 1, true, 0 or false")
+    return known[text.lower()]
+
+
+def from_environment(environ: Mapping[str, str]) -> Settings:
+    """The settings that JMOE_* variables ask for."""
+    return Settings(
+        device=environ.get("JMOE_DEVICE") or None,
+        implementation=environ.get("JMOE_IMPLEMENTATION") or None,
+        batch_invariant=_flag("JMOE_BATCH_INVARIANT", environ.get("JMOE_BATCH_INVARIANT", "")),
+        check=_flag("JMOE_CHECK", environ.get("JMOE_CHECK", "")),
+    )
+
+
+class Config:
+    """``jmoe.config``: attributes read the settings in force, a call changes some for the time of a ``with`` block."""
+
+    def __init__(self, default: Settings) -> None:
+        self._context = jax.make_user_context(default_value=default)
+
+    @property
+    def settings(self) -> Settings:
+        return self._context.value
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.settings, name)
+
+    @contextlib.contextmanager
+    def __call__(self, **changes: Any) -> Iterator[Settings]:
+        known = [f.name for f in dataclasses.fields(Settings)]
+        unknown = sorted(set(changes) - set(known))
+        if unknown:
+            raise ValueError(f"config has no setting {unknown[0]!r}; it has {', '.join(known)}")
+        settings = dataclasses.replace(self.settings, **changes)
+        with self._context(settings):
+            yield settings
+
+
+config = Config(from_environment(os.environ))

@@ -1,0 +1,251 @@
+"""``QTensor``: one pytree that holds any quantized array."""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jmoe import numerics
+from jmoe.numerics import INT4, INT4_OFFSET
+from jmoe.scheme import Scheme
+from pallas_kernels import bits
+from pallas_kernels.layouts import CANONICAL, Layout
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class QTensor:
+    """A quantized array (..., N, K): codes, scales and how to read them.
+
+    Every leaf has the rank of ``data``; leading axes (layers, experts, halves) are batch axes that all leaves share, so
+    ``jax.tree.map(lambda leaf: leaf[i], q)`` is the i-th of them. Values are ``(code - zero_point) * scale *
+    global_scale``. Build one with ``QTensor.make``, which validates, or ``jmoe.quantize``.
+
+    Attributes:
+      data: (..., N, K) float8_e4m3fn, float8_e5m2 or int8; 4-bit codes are uint8 (..., N, ceil(K/2)), low nibble first.
+      scale: (..., ceil(N/bn), ceil(K/bk)), extent 1 where the block is -1; float32, bfloat16, float16, float8_e4m3fn or
+        uint8 (e8m0). It multiplies.
+      global_scale: float32 (..., 1 or N, 1) or None. It multiplies.
+      zero_point: shape of ``scale``, uint8 for 4-bit codes, int8 for 8-bit ones, or None.
+      scheme: how the array is quantized.
+      input_scheme: how operations quantise the other operand; None is weight-only.
+      layout: CANONICAL, or a kernel's own packing.
+      odd_k: K is odd, so the last nibble of each row of a 4-bit array is padding.
+    """
+
+    data: Array
+    scale: Array
+    global_scale: Array | None
+    zero_point: Array | None
+    scheme: Scheme = field(metadata={"static": True})
+    input_scheme: Scheme | None = field(metadata={"static": True}, default=None)
+    layout: Layout = field(metadata={"static": True}, default=CANONICAL)
+    odd_k: bool = field(metadata={"static": True}, default=False)
+
+    @classmethod
+    def make(
+        cls,
+        data: Array,
+        scale: Array,
+        *,
+        scheme: Scheme,
+        global_scale: Array | None = None,
+        zero_point: Array | None = None,
+        input_scheme: Scheme | None = None,
+        k: int | None = None,
+    ) -> "QTensor":
+        """A validated QTensor in the canonical layout.
+
+        Args:
+          data: codes as described above; float4_e2m1fn and int4 arrays (..., N, K) are packed here.
+          scale: scales as described above; a float8_e8m0fnu array is taken as its bytes.
+          scheme: how to read them.
+          global_scale: float32 (..., 1 or N, 1), exactly where ``scheme.global_scale`` asks for it.
+          zero_point: exactly where ``scheme.zero_point`` asks for it.
+          input_scheme: how operations quantise the other operand.
+          k: K, needed only for packed 4-bit data whose K is odd.
+
+        Raises:
+          TypeError: a dtype that the scheme does not have.
+          ValueError: a shape that does not fit the scheme, or a part missing or too many.
+        """
+        data, scale = jnp.asarray(data), jnp.asarray(scale)
+        data, k = _as_storage(data, scheme, k)
+        scale = _scale_as_storage(scale, scheme)
+        if data.ndim < 2:
+            raise ValueError(f"data has shape {data.shape}, but a quantized array has at least two axes (..., N, K)")
+        batch, n = data.shape[:-2], data.shape[-2]
+        grid = (*batch, *scale_grid((n, k), scheme.block))
+        if scale.shape != grid:
+            raise ValueError(
+                f"scale has shape {scale.shape}, but data of logical shape {(*batch, n, k)} in blocks of "
+                f"{scheme.block} has scales of shape {grid}"
+            )
+        _validate_parts(scheme, grid, (batch, n), global_scale, zero_point)
+        odd_k = scheme.fmt.bits == 4 and k % 2 == 1
+        return cls(data, scale, global_scale, zero_point, scheme, input_scheme, CANONICAL, odd_k)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape (..., N, K)."""
+        *batch, k = self.data.shape
+        return (*batch, 2 * k - self.odd_k) if self.scheme.fmt.bits == 4 else (*batch, k)
+
+    @property
+    def ndim(self) -> int:
+        return self.data.ndim
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of one code; that of the stored array is ``data.dtype``."""
+        return jnp.dtype(self.scheme.fmt.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all leaves."""
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+    @property
+    def codes(self) -> Array:
+        """The codes as the format's own dtype: float8_*, int8, float4_e2m1fn, or int4 (uint8 with a zero point)."""
+        raw = numerics.unpack(self.data, self.scheme.fmt, self.shape[-1])
+        if self.scheme.format == "e2m1":
+            return bits.e2m1_decode(raw).astype(jnp.float4_e2m1fn)
+        if self.scheme.format == "int4" and self.zero_point is None:
+            return (raw.astype(jnp.int8) - jnp.int8(INT4_OFFSET)).astype(jnp.int4)
+        return raw
+
+    @property
+    def scales(self) -> Array:
+        """The scales as the dtype that they are; bytes of e8m0 become float8_e8m0fnu."""
+        if self.scale.dtype == jnp.uint8:
+            return lax.bitcast_convert_type(self.scale, jnp.float8_e8m0fnu)
+        return self.scale
+
+    def combined_scale(self) -> Array:
+        """float32 scale * global_scale on the scale grid (rows where the global scale has them), rounded once."""
+        scale = numerics.decode_scale(self.scale)
+        if self.global_scale is None:
+            return scale
+        if self.global_scale.shape[-2] != 1:
+            scale = expand_axis(scale, -2, self.scheme.block[0], self.shape[-2])
+        return scale * self.global_scale
+
+    def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> Array:
+        """The values (..., N, K), computed in float32 and cast once."""
+        if self.layout != CANONICAL:
+            raise ValueError(f"layout={self.layout.name!r}: dequantize reads the canonical layout; unpack first")
+        n, k = self.shape[-2:]
+        values = numerics.decode(numerics.unpack(self.data, self.scheme.fmt, k), self.scheme.fmt)
+        if self.zero_point is not None:
+            values = values - expand(self.zero_point.astype(jnp.float32), self.scheme.block, (n, k))
+        elif self.scheme.format == "int4":
+            values = values - INT4_OFFSET
+        return (values * expand(self.combined_scale(), self.scheme.block, (n, k))).astype(dtype)
+
+    def with_input_scheme(self, input_scheme: Scheme | None) -> "QTensor":
+        """The same tensor, for operations that quantise the other operand so (None: not at all)."""
+        return replace(self, input_scheme=input_scheme)
+
+    def __repr__(self) -> str:
+        parts = [f"shape={self.shape}", self.scheme.describe()]
+        parts.append(f"input {self.input_scheme.describe()}" if self.input_scheme else "weight-only")
+        return f"QTensor({', '.join(parts)})"
+
+
+def scale_grid(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
+    """The shape of the grid of scales of an (N, K) array in such blocks; extent 1 where the block is -1."""
+    rows, cols = (1 if b == -1 else -(-extent // b) for extent, b in zip(shape, block, strict=True))
+    return rows, cols
+
+
+def expand_axis(x: Array, axis: int, block: int, size: int) -> Array:
+    """Repeats each entry of a scale grid over its block along ``axis``, to extent ``size``; extent 1 stays 1."""
+    if block == 1 or x.shape[axis] == 1:
+        return x
+    return lax.slice_in_dim(jnp.repeat(x, block, axis=axis), 0, size, axis=axis % x.ndim)
+
+
+def expand(scale: Array, block: tuple[int, int], shape: tuple[int, int]) -> Array:
+    """A scale grid (..., gn, gk) repeated over its blocks, broadcastable against (..., N, K).
+
+    An axis whose rows are already spelled out (extent N) is left alone.
+    """
+    n, k = shape
+    if scale.shape[-2] != n:
+        scale = expand_axis(scale, -2, block[0], n)
+    return expand_axis(scale, -1, block[1], k)
+
+
+def index_leading(tree: Any, index: Array | int) -> Any:
+    """The ``index``-th entry of the leading axis of every leaf, sliced in place (no copy of the rest)."""
+    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False), tree)
+
+
+def _as_storage(data: Array, scheme: Scheme, k: int | None) -> tuple[Array, int]:
+    """Codes in the storage dtype, and K."""
+    fmt = scheme.fmt
+    if fmt.bits == 4:
+        if data.dtype == jnp.float4_e2m1fn and scheme.format == "e2m1":
+            return bits.pack_nibbles(bits.e2m1_encode(data.astype(jnp.float32))), data.shape[-1]
+        if data.dtype == jnp.int4 and fmt is INT4 and not scheme.zero_point:
+            return bits.pack_nibbles((data.astype(jnp.int8) + INT4_OFFSET).astype(jnp.uint8)), data.shape[-1]
+        if data.dtype != jnp.uint8:
+            raise TypeError(
+                f"data has dtype {data.dtype}, but {scheme.format} codes are uint8, two to a byte"
+                + (", or an int4 array" if fmt is INT4 and not scheme.zero_point else "")
+                + (", or a float4_e2m1fn array" if scheme.format == "e2m1" else "")
+            )
+        k = 2 * data.shape[-1] if k is None else k
+        if -(-k // 2) != data.shape[-1]:
+            raise ValueError(f"k={k} does not fit rows of {data.shape[-1]} bytes of two 4-bit codes")
+        return data, k
+    if data.dtype != fmt.storage:
+        raise TypeError(f"data has dtype {data.dtype}, but {scheme.format} codes are {jnp.dtype(fmt.storage).name}")
+    if k is not None and k != data.shape[-1]:
+        raise ValueError(f"k={k} but data has rows of {data.shape[-1]}")
+    return data, data.shape[-1]
+
+
+def _scale_as_storage(scale: Array, scheme: Scheme) -> Array:
+    if scheme.scale_dtype == "e8m0" and scale.dtype == jnp.float8_e8m0fnu:
+        return lax.bitcast_convert_type(scale, jnp.uint8)
+    expected = numerics.SCALE_DTYPES[scheme.scale_dtype]
+    if scale.dtype != expected:
+        raise TypeError(
+            f"scale has dtype {scale.dtype}, but this scheme's scales are {scheme.scale_dtype} "
+            f"({jnp.dtype(expected).name})"
+        )
+    return scale
+
+
+def _validate_parts(
+    scheme: Scheme,
+    grid: tuple[int, ...],
+    extents: tuple[tuple[int, ...], int],
+    global_scale: Array | None,
+    zero_point: Array | None,
+) -> None:
+    batch, n = extents
+    if (global_scale is not None) != (scheme.global_scale is not None):
+        state = "missing" if global_scale is None else "given"
+        raise ValueError(f"global_scale is {state}, but the scheme has global_scale={scheme.global_scale!r}")
+    if global_scale is not None:
+        if global_scale.dtype != jnp.float32:
+            raise TypeError(f"global_scale has dtype {global_scale.dtype}, but it is float32")
+        if global_scale.shape not in ((*batch, 1, 1), (*batch, n, 1)):
+            raise ValueError(
+                f"global_scale has shape {global_scale.shape}, but it is {(*batch, 1, 1)} or {(*batch, n, 1)} here"
+            )
+    if (zero_point is not None) != scheme.zero_point:
+        state = "missing" if zero_point is None else "given"
+        raise ValueError(f"zero_point is {state}, but the scheme has zero_point={scheme.zero_point}")
+    if zero_point is not None:
+        expected = jnp.uint8 if scheme.fmt.bits == 4 else jnp.int8
+        if zero_point.dtype != expected:
+            raise TypeError(f"zero_point has dtype {zero_point.dtype}, but it is {jnp.dtype(expected).name} here")
+        if zero_point.shape != grid:
+            raise ValueError(f"zero_point has shape {zero_point.shape}, but it has the scale's shape {grid}")
