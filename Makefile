@@ -4,8 +4,8 @@ JOBS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP_INSTALL := python -m pip install --quiet --disable-pip-version-check
-PYTEST := python -m pytest -q -n $(JOBS) --dist worksteal
+PIP_INSTALL := python -m pip install -qq --disable-pip-version-check
+PYTEST := python -m pytest -n $(JOBS) --dist worksteal
 FIND_PYTHON := PYTHON='$(PYTHON)' sh tools/find-python.sh
 EXTRA := $(if $(CUDA),-cuda$(CUDA))
 

@@ -14,7 +14,7 @@ hypothesis.settings.register_profile(
     "local", deadline=None, max_examples=25, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.register_profile("ci", hypothesis.settings.get_profile("local"), derandomize=True, database=None)
-hypothesis.settings.load_profile("ci" if "CI" in os.environ else "local")
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
 def gpu_lane(config: pytest.Config) -> bool:
