@@ -1,1 +1,41 @@
-"""Quantized linear layers and Mixture-of-Experts for JAX and Flax on GPUs."""
+"""Quantized linear layers and Mixture-of-Experts for JAX and Flax on GPUs.
+
+A format is data (``QTensor``, described by a ``Scheme``), an operation is a pure function with interchangeable
+implementations (``linear``, ``fused_moe``), and ``explain`` says which one runs and why.
+"""
+
+from jmoe.backends.activation import Activation, ActivationParams, swiglu
+from jmoe.backends.select import select
+from jmoe.backends.spec import DeviceSpec, OpSpec, Selection
+from jmoe.config import config
+from jmoe.ops import Routed, Routing, batched_experts, explain, fused_moe, linear, route
+from jmoe.qtensor import QTensor
+from jmoe.quantize import merge_shards, quantize, refine_blocks, requantize
+from jmoe.scheme import RECIPES, Recipe, Scheme, recipe
+
+__all__ = [
+    "RECIPES",
+    "Activation",
+    "ActivationParams",
+    "DeviceSpec",
+    "OpSpec",
+    "QTensor",
+    "Recipe",
+    "Routed",
+    "Routing",
+    "Scheme",
+    "Selection",
+    "batched_experts",
+    "config",
+    "explain",
+    "fused_moe",
+    "linear",
+    "merge_shards",
+    "quantize",
+    "recipe",
+    "refine_blocks",
+    "requantize",
+    "route",
+    "select",
+    "swiglu",
+]

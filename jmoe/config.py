@@ -19,7 +19,8 @@ class Settings:
     """The settings.
 
     Attributes:
-      device: name of a known device (``"h100"``) to select for, or None for the one JAX computes on. JMOE_DEVICE.
+      device: what to select for: the name of a known device (``"h100"``) or a DeviceSpec; None is the device that JAX
+        computes on. JMOE_DEVICE.
       implementation: taken where a call gives none (``"xla"``); None lets the selector choose. JMOE_IMPLEMENTATION.
       batch_invariant: fix tiles and instruction kinds so that a row's bits do not depend on how many rows there are.
         JMOE_BATCH_INVARIANT.
@@ -28,7 +29,7 @@ class Settings:
       recorder: where ``jmoe.explain`` gathers selections; a fresh one makes every function trace anew.
     """
 
-    device: str | None = None
+    device: Any = None
     implementation: str | None = None
     batch_invariant: bool = False
     check: bool = False
@@ -39,10 +40,8 @@ class Settings:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ValueError(f"config {name}={value!r} must be True or False")
-        for name in ("device", "implementation"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, str):
-                raise ValueError(f"config {name}={value!r} must be a name or None")
+        if self.implementation is not None and not isinstance(self.implementation, str):
+            raise ValueError(f"config implementation={self.implementation!r} must be a name or None")
 
 
 def _flag(name: str, text: str) -> bool:

@@ -1,6 +1,7 @@
 """How an array is quantized (``Scheme``) and how a product's two operands are (``Recipe``): frozen, hashable values."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -41,12 +42,21 @@ class Scheme:
             raise ValueError(f"format={self.format!r} is unknown; known formats are {', '.join(FORMATS)}")
         if self.scale_dtype not in SCALE_DTYPES:
             raise ValueError(f"scale_dtype={self.scale_dtype!r} is unknown; it is one of {', '.join(SCALE_DTYPES)}")
-        if len(self.block) != 2 or not all(isinstance(b, int) and (b == -1 or b > 0) for b in self.block):
+        pair = isinstance(self.block, tuple) and len(self.block) == 2
+        if not pair or not all(type(b) is int and (b == -1 or b > 0) for b in self.block):
             raise ValueError(f"block={self.block!r} must be (rows, cols), each positive or -1 for the whole extent")
+        for name in ("power_of_two", "zero_point", "static"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         if self.scale_rounding not in ("even", "floor"):
             raise ValueError(f"scale_rounding={self.scale_rounding!r} must be 'even' or 'floor'")
         if self.global_scale not in (None, "tensor", "token"):
             raise ValueError(f"global_scale={self.global_scale!r} must be None, 'tensor' or 'token'")
+        if self.scale_dtype == "e8m0":
+            object.__setattr__(self, "power_of_two", True)
+        self._check_combination()
+
+    def _check_combination(self) -> None:
         if (self.scale_dtype == "e4m3") != (self.global_scale is not None):
             raise ValueError(
                 f"scale_dtype={self.scale_dtype!r} with global_scale={self.global_scale!r}: "
@@ -54,12 +64,25 @@ class Scheme:
             )
         if self.format == "e2m1" and self.scale_dtype not in ("e8m0", "e4m3"):
             raise ValueError(f"e2m1 codes have e8m0 or e4m3 scales, not {self.scale_dtype}")
+        if self.scale_rounding == "floor" and (self.format, self.scale_dtype) != ("e2m1", "e8m0"):
+            raise ValueError(f"scale_rounding='floor' is for e2m1 codes with e8m0 scales, not {self.describe()}")
+        if self.power_of_two and self.global_scale is not None:
+            raise ValueError("power_of_two=True is for scales without a global scale")
         if self.zero_point and self.format not in ("int4", "int8"):
             raise ValueError(f"zero_point=True needs an integer format, not {self.format}")
-        if self.static and self.global_scale is None and self.block not in ((-1, -1), (1, -1)):
+        if self.zero_point and (self.power_of_two or self.global_scale is not None):
+            raise ValueError("zero_point=True needs scales that are neither powers of two nor under a global scale")
+        if self.global_scale is not None and self.block[0] != 1 and (self.static or self.global_scale == "token"):
             raise ValueError(
-                f"static=True needs one scale a tensor or a row, or a global scale, not block={self.block}"
+                f"block={self.block}: a global scale that is given, or one a token, needs blocks of one row"
             )
+        if self.static and self.global_scale is None:
+            if self.block not in ((-1, -1), (1, -1)):
+                raise ValueError(
+                    f"static=True needs one scale a tensor or a row, or a global scale, not block={self.block}"
+                )
+            if self.scale_dtype != "float32" or self.power_of_two or self.zero_point:
+                raise ValueError(f"static=True takes a plain float32 scale, not {self.describe()}")
 
     @property
     def fmt(self) -> Format:
@@ -138,8 +161,8 @@ def _fp8_w8a16(block: int | Block = 128, scale_dtype: str = "float32") -> tuple[
 
 
 def _int(fmt: str, group: int, zero_point: bool, scale_dtype: str) -> Scheme:
-    if group != -1 and group <= 0:
-        raise ValueError(f"group={group} must be positive, or -1 for one group over the whole of K")
+    if type(group) is not int or (group != -1 and group <= 0):
+        raise ValueError(f"group={group!r} must be positive, or -1 for one group over the whole of K")
     return Scheme(format=fmt, block=(1, group), zero_point=zero_point, scale_dtype=scale_dtype)
 
 
@@ -208,8 +231,8 @@ def recipe(name: str, **options: Any) -> Recipe:
     Args:
       name: one of ``RECIPES``, optionally followed by ``:option=value,...`` (a bare option means True).
       **options: what the recipe lets one choose: ``group``, ``zero_point``, ``scale_dtype`` (int4*, int8_w8a16; group
-        -1 is one group over K), ``block`` and ``power_of_two`` (fp8_block), ``block`` (fp8_w8a16), ``scale_rounding``
-        (mxfp4*).
+        -1 is one group over K), ``block``, ``power_of_two``, ``scale_dtype`` (fp8_block), ``block``, ``scale_dtype``
+        (fp8_w8a16; a block is (rows, cols) or one number for both), ``scale_rounding`` (mxfp4*).
 
     Raises:
       ValueError: an unknown name or option, or a value that the scheme does not allow.
@@ -224,7 +247,7 @@ def recipe(name: str, **options: Any) -> Recipe:
             choice = f"its options are {', '.join(known)}" if known else "it has no options"
             raise ValueError(f"recipe {base!r} has no option {key!r}; {choice}")
     weight, input_scheme = _RECIPES[base](**options)
-    changed = [f"{k}={_text(options[k])}" for k in known if k in options and options[k] != known[k]]
+    changed = [f"{k}={_text(options[k])}" for k in known if k in options and _text(options[k]) != _text(known[k])]
     return Recipe(name=base + (":" + ",".join(changed) if changed else ""), weight=weight, input=input_scheme)
 
 
@@ -246,19 +269,41 @@ def _value(text: str) -> Any:
 
 
 def _text(value: Any) -> str:
-    return f"{value[0]}x{value[1]}" if isinstance(value, tuple) else str(value)
+    if isinstance(value, tuple):
+        return str(value[0]) if value[0] == value[1] else f"{value[0]}x{value[1]}"
+    return str(value)
 
 
+@functools.cache
 def recipe_of(weight: Scheme | None, input_scheme: Scheme | None) -> Recipe:
-    """The recipe with these two schemes: a known one where its default options give just that, else a described one."""
+    """The recipe with these two schemes: by its known name, with options, where it has one, else by a description."""
+    if weight is None and input_scheme is not None:
+        raise ValueError(f"a weight that is not quantized takes no quantized activation ({input_scheme.describe()})")
     for name in RECIPES:
-        known = recipe(name)
+        options = {} if weight is None else _options_of(weight, _options(name))
+        try:
+            known = recipe(name, **options)
+        except ValueError:
+            continue  # these options do not go with that name
         if (known.weight, known.input) == (weight, input_scheme):
             return known
-    if weight is None:
-        raise ValueError(f"a weight that is not quantized takes no quantized activation ({input_scheme})")
+    assert weight is not None  # bf16 is a known name
     name = weight.describe() + (f" x {input_scheme.describe()}" if input_scheme else " weight-only")
     return Recipe(name=name, weight=weight, input=input_scheme)
+
+
+def _options_of(weight: Scheme, known: dict[str, Any]) -> dict[str, Any]:
+    """The options among ``known`` that would give such a weight."""
+    rows, cols = weight.block
+    values = {
+        "group": cols,
+        "block": rows if rows == cols else weight.block,
+        "zero_point": weight.zero_point,
+        "scale_dtype": weight.scale_dtype,
+        "power_of_two": weight.power_of_two and weight.scale_dtype != "e8m0",
+        "scale_rounding": weight.scale_rounding,
+    }
+    return {key: values[key] for key in known}
 
 
 def as_recipe(value: "Recipe | str") -> Recipe:

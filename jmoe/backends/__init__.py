@@ -1,0 +1,1 @@
+"""Implementations of the operations, and the selector that chooses among them."""

@@ -1,0 +1,85 @@
+"""Steps that the reference and the xla implementation share, each a small pure function."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jmoe.backends import activation as act
+from jmoe.backends.activation import Activation, ActivationParams
+from jmoe.qtensor import QTensor, index_leading
+from jmoe.quantize import quantize
+from jmoe.scheme import Scheme
+
+Weight = Array | QTensor
+
+
+def at_layer(tree: Any, layer: Array | None) -> Any:
+    """The layer's part of leaves with a leading layers axis, or the leaves themselves where ``layer`` is None."""
+    return tree if layer is None else index_leading(tree, layer)
+
+
+def values(w: Weight) -> Array:
+    """float32 values of a weight or an activation, quantized or not."""
+    return w.dequantize() if isinstance(w, QTensor) else w.astype(jnp.float32)
+
+
+def input_scheme_of(w: Weight) -> Scheme | None:
+    """How ``w`` asks for the other operand to be quantised, None for not at all."""
+    return w.input_scheme if isinstance(w, QTensor) else None
+
+
+def rounded_input(x: Weight, w: Weight, scale: Array | None) -> Array:
+    """float32 values of x (M, K) after the quantisation that ``w`` asks for; x may be quantized already.
+
+    ``scale`` is float32 () or (M, 1), for static schemes.
+    """
+    scheme = input_scheme_of(w)
+    if isinstance(x, QTensor) or scheme is None:
+        return values(x)
+    return quantize(x, scheme, scale=scale if scheme.static else None).dequantize()
+
+
+def local_ids(topk_ids: Array, expert_map: Array | None, experts: int) -> Array:
+    """Local expert of each slot, int32 like ``topk_ids``, -1 where there is none (out of range, -1, or not here)."""
+    if expert_map is not None:
+        known = (topk_ids >= 0) & (topk_ids < expert_map.shape[0])
+        # A negative index would wrap to the last expert, so it is clipped first and masked after.
+        mapped = jnp.take(expert_map, jnp.where(known, topk_ids, 0), mode="clip").astype(jnp.int32)
+        topk_ids = jnp.where(known, mapped, -1)
+    return jnp.where((topk_ids >= 0) & (topk_ids < experts), topk_ids, -1)
+
+
+def per_row(scale: Array | None, ids: Array) -> Array | None:
+    """A static scale () or (E,) for rows of experts ``ids`` (S,): () or (S, 1); rows of -1 get expert 0's."""
+    if scale is None or scale.ndim == 0:
+        return scale
+    return jnp.take(scale, jnp.maximum(ids, 0), mode="clip")[:, None]
+
+
+def params_of(params: ActivationParams | None, expert: Array) -> ActivationParams | None:
+    """One expert's activation constants."""
+    return None if params is None else index_leading(params, expert)
+
+
+def activate(activation: Activation, product: Array, params: ActivationParams | None) -> Array:
+    """The intermediate (T, I) from the first product (halves, T, I), in float32."""
+    if product.shape[0] == 1:
+        return act.ungated(activation, product[0])
+    return act.gated(activation, product[0], product[1], params)
+
+
+def round_to(x: Array, dtype: str) -> Array:
+    """float32 ``x`` with the precision of ``dtype``; a cast there and back may be elided by the compiler."""
+    if dtype == "float32":
+        return x
+    info = jnp.finfo(dtype)
+    return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+
+
+def weighted_input(x: Weight, topk_weights: Array, ids: Array) -> Weight:
+    """X times its one router weight, in x's dtype (Llama 4); slots without an expert keep x."""
+    if isinstance(x, QTensor):
+        raise ValueError("weight_on_input=True needs x as a plain array: the weight is applied before quantisation")
+    weight = jnp.where(ids >= 0, topk_weights, jnp.float32(1))
+    return (x.astype(jnp.float32) * weight).astype(x.dtype)

@@ -1,0 +1,104 @@
+"""The selector: a pure function from (operation, device, settings) to an implementation and the reasons."""
+
+from types import ModuleType
+
+import jax
+
+from jmoe.backends import reference, triton, xla
+from jmoe.backends.spec import Accumulation, Considered, DeviceSpec, OpSpec, Plan, Selection
+from jmoe.config import config
+from jmoe.scheme import Recipe
+
+IMPLEMENTATIONS: dict[str, ModuleType] = {module.NAME: module for module in (triton, xla, reference)}
+"""In order of preference."""
+
+
+def current_device() -> DeviceSpec:
+    """The device to select for: ``jmoe.config.device``, else JAX's default device, else its first one."""
+    if config.device is not None:
+        return as_device(config.device)
+    default = getattr(jax.config, "jax_default_device", None)
+    if isinstance(default, str):
+        return DeviceSpec.of(jax.devices(default)[0])
+    return DeviceSpec.of(default if default is not None else jax.devices()[0])
+
+
+def as_device(device: DeviceSpec | jax.Device | str | None) -> DeviceSpec:
+    """A DeviceSpec from itself, a JAX device, a known name (``"h100"``), or None for the current one."""
+    if device is None:
+        return current_device()
+    if isinstance(device, DeviceSpec):
+        return device
+    return DeviceSpec.named(device) if isinstance(device, str) else DeviceSpec.of(device)
+
+
+def default_accumulation(recipe: Recipe) -> Accumulation:
+    """What a call that asks for nothing gets: "fast" for FP8 operands with one scale over all of K, else "exact"."""
+    weight, x = recipe.weight, recipe.input
+    if weight is None or x is None or not {weight.format, x.format} <= {"e4m3", "e5m2"}:
+        return "exact"
+    return "fast" if weight.block[1] == x.block[1] == -1 else "exact"
+
+
+def select(
+    op_spec: OpSpec,
+    device: DeviceSpec | jax.Device | str | None = None,
+    *,
+    implementation: str | None = None,
+) -> Selection:
+    """The implementation for an operation on a device, here or not.
+
+    Args:
+      op_spec: the operation.
+      device: a DeviceSpec, a JAX device, a known name such as ``"h100"``, or None for the current one.
+      implementation: take this one or fail; None is ``jmoe.config.implementation``, or else the first that can.
+
+    Returns:
+      The Selection; ``considered`` lists every implementation in order with the reason why not.
+
+    Raises:
+      ValueError: an unknown name.
+      NotImplementedError: the one asked for cannot serve, with its reason.
+      ExceptionGroup: none can serve; it holds every reason.
+    """
+    spec = as_device(device)
+    asked = implementation if implementation is not None else config.implementation
+    if asked is not None and asked not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation={asked!r} is unknown; it is one of {', '.join(IMPLEMENTATIONS)}, or None")
+    plans: dict[str, Plan] = {}
+    refusals: dict[str, NotImplementedError] = {}
+    for name, module in IMPLEMENTATIONS.items():
+        try:
+            plans[name] = module.plan(op_spec, spec, explicit=name == asked)
+        except NotImplementedError as refusal:
+            refusals[name] = refusal
+    considered = tuple(
+        Considered(name, name in plans, "" if name in plans else str(refusals[name])) for name in IMPLEMENTATIONS
+    )
+    if asked is not None:
+        if asked in refusals:
+            raise NotImplementedError(
+                f"implementation={asked!r} cannot serve {op_spec.describe()} on {spec.describe()}: {refusals[asked]}"
+            )
+        return _selection(asked, "asked for by name", plans[asked], considered)
+    if not plans:
+        raise ExceptionGroup(
+            f"no implementation serves {op_spec.describe()} on {spec.describe()}", list(refusals.values())
+        )
+    chosen = next(iter(plans))
+    passed_over = [f"{c.implementation}: {c.reason}" for c in considered[: list(IMPLEMENTATIONS).index(chosen)]]
+    reason = "first in order that can" + (f" ({'; '.join(passed_over)})" if passed_over else "")
+    return _selection(chosen, reason, plans[chosen], considered)
+
+
+def _selection(name: str, reason: str, plan: Plan, considered: tuple[Considered, ...]) -> Selection:
+    return Selection(
+        implementation=name,
+        reason=reason,
+        considered=considered,
+        tiles=plan.tiles,
+        accumulation=plan.accumulation,
+        layout=plan.layout,
+        launches=plan.launches,
+        note=plan.note,
+    )

@@ -1,0 +1,291 @@
+"""What the selector works on: an operation (``OpSpec``), a device (``DeviceSpec``), and its answer (``Selection``).
+
+All three are frozen, hashable values; a Selection is a static argument of everything compiled.
+"""
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+from jax import Array
+
+from jmoe.backends.activation import Activation, ActivationParams
+from jmoe.qtensor import QTensor
+from jmoe.scheme import Recipe
+from pallas_kernels.layouts import CANONICAL, Layout
+
+Accumulation = Literal["exact", "fast"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpSpec:
+    """An operation with static shapes.
+
+    Attributes:
+      op: "linear", "moe" (fused_moe) or "batched_experts".
+      recipe: how weight and activation are quantized.
+      second_recipe: the same for w2 and the intermediate where they differ from w13 and x, else None.
+      tokens: rows of x (M or T); rows an expert for batched_experts.
+      hidden: K of the (first) product, H.
+      features: N of a linear; unused for experts.
+      experts: experts whose weights are here, E.
+      global_experts: experts that ids count, E_global; larger than ``experts`` with an expert map.
+      intermediate: I.
+      top_k: slots a token, k.
+      gated: w13 has two halves.
+      dtype: dtype of x, by name; it is also what the intermediate is rounded to.
+      out_dtype: dtype of the result, by name.
+      activation: applied to a linear's result (or None), or between the two products.
+      bias: any bias is given.
+      weight_on_input: the router weight multiplies x before quantisation (k = 1).
+      expert_map: ids are mapped to local slots.
+      layers: extent of the stacked-layers axis that ``layer`` indexes, or None.
+      quantized_input: x comes as a QTensor.
+      accumulation: what the call asks for; None is the recipe's default.
+      layout: arrangement of the weights.
+      mesh: (axis, size) of each mesh axis larger than one over which XLA itself would partition the operation; axes
+        that a surrounding shard_map has made manual are not listed.
+      batch_invariant: a row's bits may not depend on the number of rows.
+    """
+
+    op: Literal["linear", "moe", "batched_experts"]
+    recipe: Recipe
+    tokens: int
+    hidden: int
+    second_recipe: Recipe | None = None
+    features: int = 0
+    experts: int = 0
+    global_experts: int = 0
+    intermediate: int = 0
+    top_k: int = 0
+    gated: bool = True
+    dtype: str = "bfloat16"
+    out_dtype: str = "bfloat16"
+    activation: Activation | None = None
+    bias: bool = False
+    weight_on_input: bool = False
+    expert_map: bool = False
+    layers: int | None = None
+    quantized_input: bool = False
+    accumulation: Accumulation | None = None
+    layout: Layout = CANONICAL
+    mesh: tuple[tuple[str, int], ...] = ()
+    batch_invariant: bool = False
+
+    def replace(self, **changes: Any) -> "OpSpec":
+        return dataclasses.replace(self, **changes)
+
+    def describe(self) -> str:
+        """One line: operation, recipe and shapes."""
+        if self.op == "linear":
+            shapes = f"M={self.tokens} N={self.features} K={self.hidden}"
+        else:
+            shapes = f"T={self.tokens} H={self.hidden} I={self.intermediate} E={self.experts}"
+            shapes += f" k={self.top_k}" if self.op == "moe" else ""
+        return f"{self.op} {self.recipe.name} {shapes} {self.dtype}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceSpec:
+    """The facts about a device that choices depend on.
+
+    Attributes:
+      name: what people call it.
+      platform: "cpu", "cuda", "rocm" or "tpu".
+      compute_capability: CUDA's, times ten (90 for Hopper); 0 elsewhere.
+      sm_count: streaming multiprocessors (cores on a CPU).
+      memory: bytes.
+      bandwidth: bytes/s of that memory, 0 where unknown.
+    """
+
+    name: str
+    platform: str
+    compute_capability: int = 0
+    sm_count: int = 1
+    memory: int = 0
+    bandwidth: float = 0.0
+
+    @property
+    def has_fp8(self) -> bool:
+        """Matrix units take FP8 operands."""
+        return self.platform == "cuda" and self.compute_capability >= 89
+
+    @property
+    def has_fp4(self) -> bool:
+        """Matrix units take FP4 operands with block scales."""
+        return self.platform == "cuda" and self.compute_capability >= 100
+
+    def describe(self) -> str:
+        if self.platform == "cuda":
+            return f"{self.name} (sm{self.compute_capability}, {self.sm_count} SMs, {self.memory / 1e9:.0f} GB)"
+        return f"{self.name} ({self.sm_count} cores, {self.memory / 1e9:.0f} GB)"
+
+    @classmethod
+    def named(cls, name: str) -> "DeviceSpec":
+        """A known device, here or not; ``cpu`` is this machine's.
+
+        Raises:
+          ValueError: an unknown name.
+        """
+        key = name.lower().replace("-", "_")
+        if key == "cpu":
+            return cls._cpu()
+        if key not in DEVICES:
+            raise ValueError(f"device {name!r} is unknown; known devices are cpu, {', '.join(DEVICES)}")
+        return DEVICES[key]
+
+    @classmethod
+    def of(cls, device: jax.Device) -> "DeviceSpec":
+        """The facts that a JAX device tells of itself; memory bandwidth from the table of known devices."""
+        platform = {"gpu": "cuda"}.get(device.platform, device.platform)
+        if platform == "cpu":
+            return cls._cpu()
+        if platform == "cuda" and "rocm" in getattr(device.client, "platform_version", "").lower():
+            platform = "rocm"
+        capability = str(getattr(device, "compute_capability", "0.0"))
+        major, _, minor = capability.partition(".")
+        cc = int(major) * 10 + int(minor or 0) if platform == "cuda" else 0
+        stats = device.memory_stats() or {}
+        memory = int(stats.get("bytes_reservable_limit") or stats.get("bytes_limit") or 0)
+        sm_count = int(getattr(device, "core_count", 1) or 1)
+        alike = [d for d in DEVICES.values() if (d.compute_capability, d.sm_count) == (cc, sm_count)]
+        nearest = min(alike, key=lambda d: abs(d.memory - memory), default=None)
+        return cls(
+            name=device.device_kind,
+            platform=platform,
+            compute_capability=cc,
+            sm_count=sm_count,
+            memory=memory or (nearest.memory if nearest else 0),
+            bandwidth=nearest.bandwidth if nearest else 0.0,
+        )
+
+    @classmethod
+    def _cpu(cls) -> "DeviceSpec":
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return cls(name="cpu", platform="cpu", sm_count=os.cpu_count() or 1, memory=memory)
+
+
+def _cuda(name: str, cc: int, sms: int, gigabytes: float, terabytes_per_second: float) -> DeviceSpec:
+    return DeviceSpec(
+        name=name,
+        platform="cuda",
+        compute_capability=cc,
+        sm_count=sms,
+        memory=int(gigabytes * 1e9),
+        bandwidth=terabytes_per_second * 1e12,
+    )
+
+
+DEVICES: dict[str, DeviceSpec] = {
+    key: _cuda(*facts)
+    for key, facts in {
+        "t4": ("NVIDIA T4", 75, 40, 16, 0.320),
+        "a100": ("NVIDIA A100 80GB", 80, 108, 80, 2.039),
+        "a100_40gb": ("NVIDIA A100 40GB", 80, 108, 40, 1.555),
+        "l4": ("NVIDIA L4", 89, 58, 24, 0.300),
+        "l40s": ("NVIDIA L40S", 89, 142, 48, 0.864),
+        "rtx4090": ("NVIDIA GeForce RTX 4090", 89, 128, 24, 1.008),
+        "h20": ("NVIDIA H20", 90, 78, 96, 4.0),
+        "h100": ("NVIDIA H100 80GB", 90, 132, 80, 3.35),
+        "h200": ("NVIDIA H200", 90, 132, 141, 4.8),
+        "b200": ("NVIDIA B200", 100, 148, 180, 8.0),
+        "rtx5090": ("NVIDIA GeForce RTX 5090", 120, 170, 32, 1.792),
+    }.items()
+}
+"""Known devices, from their makers' data sheets: SMs, memory in GB, bandwidth in TB/s."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """How an implementation would serve an operation.
+
+    Attributes:
+      tiles: (name, value) pairs, the implementation's own.
+      accumulation: "exact" or "fast".
+      layout: the arrangement it wants weights in.
+      launches: kernels a call launches, or None where XLA decides.
+      note: what a user should know (an emulation, a repacking), or "".
+    """
+
+    tiles: tuple[tuple[str, Any], ...] = ()
+    accumulation: Accumulation = "exact"
+    layout: Layout = CANONICAL
+    launches: int | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Considered:
+    """One implementation that the selector looked at: accepted, or the reason why not."""
+
+    implementation: str
+    accepted: bool
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """The selector's answer.
+
+    Attributes:
+      implementation: the one taken.
+      tiles, accumulation, layout, launches, note: its ``Plan``.
+      considered: every implementation in order, accepted or with the reason why not.
+      reason: why this one.
+    """
+
+    implementation: str
+    reason: str
+    considered: tuple[Considered, ...]
+    tiles: tuple[tuple[str, Any], ...] = ()
+    accumulation: Accumulation = "exact"
+    layout: Layout = CANONICAL
+    launches: int | None = None
+    note: str = ""
+
+    def tile(self, name: str) -> Any:
+        return dict(self.tiles)[name]
+
+
+class LinearArgs(NamedTuple):
+    """Arrays of a linear. x (M, K) or a QTensor; w (N, K) or QTensor, stacked (L, N, K) with ``layer``; bias (N,)."""
+
+    x: Array | QTensor
+    w: Array | QTensor
+    bias: Array | None = None
+    input_scale: Array | None = None
+    layer: Array | None = None
+
+
+class MoEArgs(NamedTuple):
+    """Arrays of fused_moe, as its docstring gives them; ids are int32 and count experts before ``expert_map``."""
+
+    x: Array | QTensor
+    w13: Array | QTensor
+    w2: Array | QTensor
+    topk_weights: Array
+    topk_ids: Array
+    b13: Array | None = None
+    b2: Array | None = None
+    input_scale: Array | None = None
+    intermediate_scale: Array | None = None
+    expert_map: Array | None = None
+    layer: Array | None = None
+    activation_params: ActivationParams | None = None
+
+
+class BatchedArgs(NamedTuple):
+    """Arrays of batched_experts, as its docstring gives them."""
+
+    x: Array | QTensor
+    counts: Array
+    w13: Array | QTensor
+    w2: Array | QTensor
+    b13: Array | None = None
+    b2: Array | None = None
+    input_scale: Array | None = None
+    intermediate_scale: Array | None = None
+    layer: Array | None = None
+    activation_params: ActivationParams | None = None

@@ -1,0 +1,79 @@
+"""``explain``: what a function would run, where and why, without running it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jmoe.backends.select import as_device
+from jmoe.backends.spec import DeviceSpec, OpSpec, Selection
+from jmoe.config import config
+
+
+@dataclass(eq=False)
+class Recorder:
+    """Gathers the selections made while a function is traced."""
+
+    entries: list[tuple[OpSpec, Selection]] = field(default_factory=list)
+
+    def add(self, op: OpSpec, selection: Selection) -> None:
+        self.entries.append((op, selection))
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Every jmoe operation of a function, in the order in which it was traced, with its Selection.
+
+    Attributes:
+      device: what was selected for.
+      entries: (operation, selection) pairs; an operation inside ``lax.scan`` appears once.
+    """
+
+    device: DeviceSpec
+    entries: tuple[tuple[OpSpec, Selection], ...]
+
+    def __str__(self) -> str:
+        lines = [f"on {self.device.describe()}:"]
+        for op, selection in self.entries:
+            lines += describe(op, selection)
+        if not self.entries:
+            lines.append("no jmoe operation is called")
+        return "\n".join(lines)
+
+
+def describe(op: OpSpec, selection: Selection) -> list[str]:
+    """The lines that tell of one selection."""
+    lines = [op.describe(), f"  takes {selection.implementation}: {selection.reason}"]
+    facts = [f"accumulation {selection.accumulation}", f"layout {selection.layout.name}"]
+    facts += [f"{name} {value}" for name, value in selection.tiles]
+    if selection.launches is not None:
+        facts.append(f"{selection.launches} launches")
+    lines.append("  " + ", ".join(facts))
+    if selection.note:
+        lines.append(f"  note: {selection.note}")
+    for other in selection.considered:
+        lines.append(f"  {other.implementation}: " + ("can serve" if other.accepted else f"cannot: {other.reason}"))
+    return lines
+
+
+def explain(
+    fn: Callable[..., Any], *args: Any, device: DeviceSpec | jax.Device | str | None = None, **kwargs: Any
+) -> Explanation:
+    """What ``fn(*args, **kwargs)`` would run, where and why.
+
+    The function is traced with abstract values; nothing is computed, and arguments may be ``jax.ShapeDtypeStruct``.
+
+    Args:
+      fn: any function of JAX arrays (jitted or not) that calls jmoe's operations.
+      *args, **kwargs: its arguments.
+      device: what to select for, here or not: a name such as ``"h100"``, a DeviceSpec, a JAX device; None is the
+        current one.
+
+    Returns:
+      An Explanation; print it.
+    """
+    recorder = Recorder()
+    with config(recorder=recorder, device=as_device(device)):
+        jax.eval_shape(fn, *args, **kwargs)
+    return Explanation(as_device(device), tuple(recorder.entries))
