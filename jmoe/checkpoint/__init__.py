@@ -1,0 +1,1 @@
+"""Checkpoints: reading, translating and writing quantized models on disk."""
