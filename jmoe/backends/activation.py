@@ -1,6 +1,8 @@
 """Activations between an expert's two products: static descriptions and their formulas, in float32."""
 
 import dataclasses
+import math
+import numbers
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,8 +30,9 @@ class Activation:
     ========== ================================================================ =======================
 
     Attributes:
-      name: one of the above.
-      alpha, beta, limit: swiglu's constants; 1, 0 and None (no clamp) are "silu". swiglustep has only the limit.
+      name: one of the above; "silu" is swiglu and "gelu_pytorch_tanh" is gelu_tanh.
+      alpha, beta, limit: swiglu's constants, numbers; 1, 0 and None (no clamp, as is inf) are "silu". swiglustep has
+        only the limit.
     """
 
     name: str
@@ -38,6 +41,22 @@ class Activation:
     limit: float | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "name", _ALIASES.get(self.name, self.name))
+        for key in ("alpha", "beta", "limit"):
+            value = getattr(self, key)
+            if key == "limit" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, numbers.Real):
+                raise TypeError(
+                    f"activation {key}={value!r} must be a number; arrays, one value an expert, go in activation_params"
+                )
+            no_limit = key == "limit" and value == math.inf
+            if not no_limit and not math.isfinite(value):
+                raise ValueError(f"activation {key}={value} must be finite")
+            object.__setattr__(self, key, None if no_limit else float(value))
+        self._check_combination()
+
+    def _check_combination(self) -> None:
         if self.name not in {*_GATED, *_UNGATED}:
             raise ValueError(f"activation {self.name!r} is unknown; known are {', '.join(known_activations())}")
         if self.name != "swiglu" and (self.alpha, self.beta) != (1.0, 0.0):
@@ -56,9 +75,9 @@ class Activation:
     def check_halves(self, halves: int) -> None:
         """Raises ValueError unless this activation has a form for w13 with that many halves."""
         if halves == 1 and (self.name not in _UNGATED or (self.name == "swiglu" and not self.is_plain_silu)):
-            raise ValueError(f"activation {self} is gated, but there is one half only, not gate and up")
+            raise ValueError(f"activation {self} is gated, but here it is of one array, not of gate and up")
         if halves == 2 and self.name not in _GATED:
-            raise ValueError(f"activation {self} is not gated, but w13 has two halves (gate and up)")
+            raise ValueError(f"activation {self} has no gated form, but w13 has two halves (gate and up)")
 
     def __str__(self) -> str:
         if self.is_plain_silu:
@@ -69,7 +88,10 @@ class Activation:
 
 
 class ActivationParams(NamedTuple):
-    """Per-expert constants of swiglu, each float32 (E,) or None for the activation's own."""
+    """Constants of a gated swiglu as arrays: each () or (E,), one an expert, or None for the activation's own.
+
+    They replace ``Activation``'s alpha, beta and limit in the formula there; a limit of inf is no clamp.
+    """
 
     alpha: Array | None = None
     beta: Array | None = None
@@ -98,13 +120,10 @@ def as_activation(value: Activation | str) -> Activation:
         raise TypeError(f"activation={value!r} must be an Activation or the name of one")
     name, _, text = value.partition(":")
     if name == "swigluoai":
-        base = swiglu(1.702, 1.0, 7.0)
-    else:
-        options = dict(_option(name, item) for item in filter(None, text.split(",")))
-        return Activation(name=_ALIASES.get(name, name), **options)
-    if text:
-        raise ValueError(f"activation {value!r}: swigluoai has fixed constants; write swiglu:... to choose them")
-    return base
+        if text:
+            raise ValueError(f"activation {value!r}: swigluoai has fixed constants; write swiglu:... to choose them")
+        return swiglu(1.702, 1.0, 7.0)
+    return Activation(name=name, **dict(_option(name, item) for item in filter(None, text.split(","))))
 
 
 def _option(name: str, item: str) -> tuple[str, float]:

@@ -1,7 +1,9 @@
 """Steps that the reference and the xla implementation share, each a small pure function."""
 
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -69,17 +71,28 @@ def activate(activation: Activation, product: Array, params: ActivationParams | 
     return act.gated(activation, product[0], product[1], params)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def round_to(x: Array, dtype: str) -> Array:
-    """float32 ``x`` with the precision of ``dtype``; a cast there and back may be elided by the compiler."""
+    """float32 ``x`` rounded to the values of ``dtype``; a cast there and back may be elided by the compiler.
+
+    Its derivative is that of the identity.
+    """
     if dtype == "float32":
         return x
     info = jnp.finfo(dtype)
-    return lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+    rounded = lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+    if dtype == "float16":  # reduce_precision flushes float16's subnormals, which lie 2**-24 apart
+        rounded = jnp.where(jnp.abs(x) < float(info.smallest_normal), jnp.rint(x * 2**24) * 2**-24, rounded)
+    return rounded
 
 
-def weighted_input(x: Weight, topk_weights: Array, ids: Array) -> Weight:
+@round_to.defjvp
+def _round_to_jvp(dtype: str, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    return round_to(primals[0], dtype), tangents[0]
+
+
+def weighted_input(x: Weight, topk_weights: Array, ids: Array) -> Array:
     """X times its one router weight, in x's dtype (Llama 4); slots without an expert keep x."""
-    if isinstance(x, QTensor):
-        raise ValueError("weight_on_input=True needs x as a plain array: the weight is applied before quantisation")
+    assert not isinstance(x, QTensor)  # fused_moe refuses it: the weight comes before quantisation
     weight = jnp.where(ids >= 0, topk_weights, jnp.float32(1))
-    return (x.astype(jnp.float32) * weight).astype(x.dtype)
+    return round_to(x.astype(jnp.float32) * weight, x.dtype.name).astype(x.dtype)

@@ -119,7 +119,9 @@ def round_intermediate(op: OpSpec, h: Array, a: MoEArgs | BatchedArgs, slot_ids:
 
 def combine(y: Array, weight: Array, ids: Array) -> Array:
     """Weighted sum of slot results (T, k, H) in ascending slot order, float32; slots of -1 add nothing, even NaN."""
+    # Selected before they are multiplied, or derivatives would be 0 * NaN.
+    weight, y = jnp.where(ids >= 0, weight, 0), jnp.where((ids >= 0)[..., None], y, 0)
     total = jnp.zeros((y.shape[0], y.shape[2]), jnp.float32)
     for j in range(y.shape[1]):
-        total = total + jnp.where((ids[:, j] >= 0)[:, None], weight[:, j, None] * y[:, j], 0)
+        total = total + weight[:, j, None] * y[:, j]
     return total

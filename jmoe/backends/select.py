@@ -18,9 +18,9 @@ def current_device() -> DeviceSpec:
     if config.device is not None:
         return as_device(config.device)
     default = getattr(jax.config, "jax_default_device", None)
-    if isinstance(default, str):
-        return DeviceSpec.of(jax.devices(default)[0])
-    return DeviceSpec.of(default if default is not None else jax.devices()[0])
+    if default is None or isinstance(default, str):
+        default = jax.devices(default)[0]
+    return DeviceSpec.of(default)
 
 
 def as_device(device: DeviceSpec | jax.Device | str | None) -> DeviceSpec:
@@ -29,7 +29,11 @@ def as_device(device: DeviceSpec | jax.Device | str | None) -> DeviceSpec:
         return current_device()
     if isinstance(device, DeviceSpec):
         return device
-    return DeviceSpec.named(device) if isinstance(device, str) else DeviceSpec.of(device)
+    if isinstance(device, str):
+        return DeviceSpec.named(device)
+    if isinstance(device, jax.Device):
+        return DeviceSpec.of(device)
+    raise TypeError(f"device={device!r} must be a DeviceSpec, a JAX device, the name of a known one, or None")
 
 
 def default_accumulation(recipe: Recipe) -> Accumulation:
@@ -62,6 +66,8 @@ def select(
       ExceptionGroup: none can serve; it holds every reason.
     """
     spec = as_device(device)
+    if op_spec.accumulation is None:
+        op_spec = op_spec.replace(accumulation=_accumulation(op_spec))
     asked = implementation if implementation is not None else config.implementation
     if asked is not None and asked not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={asked!r} is unknown; it is one of {', '.join(IMPLEMENTATIONS)}, or None")
@@ -77,18 +83,27 @@ def select(
     )
     if asked is not None:
         if asked in refusals:
+            able = f"; {' and '.join(plans)} can" if plans else ""
             raise NotImplementedError(
-                f"implementation={asked!r} cannot serve {op_spec.describe()} on {spec.describe()}: {refusals[asked]}"
+                f"implementation={asked!r} cannot serve {op_spec.describe()} on {spec.describe()}: "
+                f"{refusals[asked]}{able}"
             )
         return _selection(asked, "asked for by name", plans[asked], considered)
     if not plans:
         raise ExceptionGroup(
-            f"no implementation serves {op_spec.describe()} on {spec.describe()}", list(refusals.values())
+            f"no implementation serves {op_spec.describe()} on {spec.describe()}",
+            [NotImplementedError(f"{name}: {refusal}") for name, refusal in refusals.items()],
         )
     chosen = next(iter(plans))
     passed_over = [f"{c.implementation}: {c.reason}" for c in considered[: list(IMPLEMENTATIONS).index(chosen)]]
     reason = "first in order that can" + (f" ({'; '.join(passed_over)})" if passed_over else "")
     return _selection(chosen, reason, plans[chosen], considered)
+
+
+def _accumulation(op: OpSpec) -> Accumulation:
+    """The default of both products: fast only where it is for each."""
+    defaults = {default_accumulation(r) for r in (op.recipe, op.second_recipe) if r is not None}
+    return "exact" if "exact" in defaults else "fast"
 
 
 def _selection(name: str, reason: str, plan: Plan, considered: tuple[Considered, ...]) -> Selection:

@@ -4,8 +4,9 @@ All three are frozen, hashable values; a Selection is a static argument of every
 """
 
 import dataclasses
+import functools
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -131,7 +132,8 @@ class DeviceSpec:
         """
         key = name.lower().replace("-", "_")
         if key == "cpu":
-            return cls._cpu()
+            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            return cls(name="cpu", platform="cpu", sm_count=os.cpu_count() or 1, memory=memory)
         if key not in DEVICES:
             raise ValueError(f"device {name!r} is unknown; known devices are cpu, {', '.join(DEVICES)}")
         return DEVICES[key]
@@ -139,32 +141,33 @@ class DeviceSpec:
     @classmethod
     def of(cls, device: jax.Device) -> "DeviceSpec":
         """The facts that a JAX device tells of itself; memory bandwidth from the table of known devices."""
-        platform = {"gpu": "cuda"}.get(device.platform, device.platform)
-        if platform == "cpu":
-            return cls._cpu()
-        if platform == "cuda" and "rocm" in getattr(device.client, "platform_version", "").lower():
-            platform = "rocm"
-        capability = str(getattr(device, "compute_capability", "0.0"))
-        major, _, minor = capability.partition(".")
-        cc = int(major) * 10 + int(minor or 0) if platform == "cuda" else 0
-        stats = device.memory_stats() or {}
-        memory = int(stats.get("bytes_reservable_limit") or stats.get("bytes_limit") or 0)
-        sm_count = int(getattr(device, "core_count", 1) or 1)
-        alike = [d for d in DEVICES.values() if (d.compute_capability, d.sm_count) == (cc, sm_count)]
-        nearest = min(alike, key=lambda d: abs(d.memory - memory), default=None)
-        return cls(
-            name=device.device_kind,
-            platform=platform,
-            compute_capability=cc,
-            sm_count=sm_count,
-            memory=memory or (nearest.memory if nearest else 0),
-            bandwidth=nearest.bandwidth if nearest else 0.0,
-        )
+        return _facts(device)
 
-    @classmethod
-    def _cpu(cls) -> "DeviceSpec":
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return cls(name="cpu", platform="cpu", sm_count=os.cpu_count() or 1, memory=memory)
+
+@functools.cache
+def _facts(device: jax.Device) -> DeviceSpec:
+    """Cached, since every call of an operation asks, and a GPU answers ``memory_stats`` slowly."""
+    platform = {"gpu": "cuda"}.get(device.platform, device.platform)
+    if platform == "cpu":
+        return DeviceSpec.named("cpu")
+    if platform == "cuda" and "rocm" in getattr(device.client, "platform_version", "").lower():
+        platform = "rocm"
+    capability = str(getattr(device, "compute_capability", "0.0"))
+    major, _, minor = capability.partition(".")
+    cc = int(major) * 10 + int(minor or 0) if platform == "cuda" else 0
+    stats = device.memory_stats() or {}
+    memory = int(stats.get("bytes_reservable_limit") or stats.get("bytes_limit") or 0)
+    sm_count = int(getattr(device, "core_count", 1) or 1)
+    alike = [d for d in DEVICES.values() if (d.compute_capability, d.sm_count) == (cc, sm_count)]
+    nearest = min(alike, key=lambda d: abs(d.memory - memory), default=None)
+    return DeviceSpec(
+        name=device.device_kind,
+        platform=platform,
+        compute_capability=cc,
+        sm_count=sm_count,
+        memory=memory or (nearest.memory if nearest else 0),
+        bandwidth=nearest.bandwidth if nearest else 0.0,
+    )
 
 
 def _cuda(name: str, cc: int, sms: int, gigabytes: float, terabytes_per_second: float) -> DeviceSpec:
@@ -229,6 +232,9 @@ class Considered:
 class Selection:
     """The selector's answer.
 
+    Two are equal where they run the same program; why it was chosen does not count, so that a call compiles once
+    whether its implementation was asked for by name or found.
+
     Attributes:
       implementation: the one taken.
       tiles, accumulation, layout, launches, note: its ``Plan``.
@@ -237,8 +243,8 @@ class Selection:
     """
 
     implementation: str
-    reason: str
-    considered: tuple[Considered, ...]
+    reason: str = field(compare=False)
+    considered: tuple[Considered, ...] = field(compare=False)
     tiles: tuple[tuple[str, Any], ...] = ()
     accumulation: Accumulation = "exact"
     layout: Layout = CANONICAL
@@ -260,7 +266,11 @@ class LinearArgs(NamedTuple):
 
 
 class MoEArgs(NamedTuple):
-    """Arrays of fused_moe, as its docstring gives them; ids are int32 and count experts before ``expert_map``."""
+    """Arrays of fused_moe, as its docstring gives them, with leading axes of x as one, T.
+
+    ``topk_weights`` is float32; ``topk_ids`` and ``expert_map`` are int32 of any value, and ids count experts before
+    the map; entries of ``activation_params`` are float32 (E,).
+    """
 
     x: Array | QTensor
     w13: Array | QTensor

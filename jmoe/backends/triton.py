@@ -4,7 +4,7 @@ Its kernels are not part of this version, so after all the rules that it states,
 """
 
 from jmoe.backends.spec import DeviceSpec, OpSpec, Plan
-from jmoe.scheme import Scheme
+from jmoe.scheme import Recipe, Scheme
 
 NAME = "triton"
 
@@ -29,7 +29,8 @@ def _refusals(op: OpSpec, device: DeviceSpec) -> list[str]:
     elif device.compute_capability < _MIN_CAPABILITY:
         reasons.append(f"it needs compute capability 8.0, and {device.name} has {device.compute_capability / 10:.1f}")
     else:
-        reasons += _capability_refusals(op, device)
+        for recipe in (op.recipe, op.second_recipe):
+            reasons += [] if recipe is None else _recipe_refusals(recipe, device)
     if op.mesh:
         axes = ", ".join(f"{axis}={size}" for axis, size in op.mesh)
         reasons.append(
@@ -41,17 +42,17 @@ def _refusals(op: OpSpec, device: DeviceSpec) -> list[str]:
     return reasons
 
 
-def _capability_refusals(op: OpSpec, device: DeviceSpec) -> list[str]:
-    weight, x = op.recipe.weight, op.recipe.input
-    if x is None:
+def _recipe_refusals(recipe: Recipe, device: DeviceSpec) -> list[str]:
+    weight, x = recipe.weight, recipe.input
+    if weight is None or x is None:
         return []
     if x.format == "e2m1" and not device.has_fp4:
         return [f"FP4 activations need FP4 matrix units (compute capability 10.0), and {device.name} has none"]
     if _is_fp8(x) and not device.has_fp8:
-        kind = "W8A8" if weight is not None and _is_fp8(weight) else "FP8 activations"
+        kind, instead = ("W8A8 FP8", "W8A16 (fp8_w8a16)") if _is_fp8(weight) else ("an FP8 activation", "weight-only")
         return [
-            f"{kind} FP8 needs compute capability 8.9, and {device.name} has {device.compute_capability / 10:.1f}; "
-            "use a weight-only recipe such as fp8_w8a16 there"
+            f"{kind} needs compute capability 8.9, and {device.name} has {device.compute_capability / 10:.1f}; "
+            f"{instead} recipes work there"
         ]
     return []
 

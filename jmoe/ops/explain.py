@@ -27,7 +27,8 @@ class Explanation:
 
     Attributes:
       device: what was selected for.
-      entries: (operation, selection) pairs; an operation inside ``lax.scan`` appears once.
+      entries: (operation, selection) pairs; what JAX traces once appears once, such as the body of ``lax.scan`` and a
+        jitted function called again with arguments of the same shapes.
     """
 
     device: DeviceSpec
@@ -63,6 +64,7 @@ def explain(
     """What ``fn(*args, **kwargs)`` would run, where and why.
 
     The function is traced with abstract values; nothing is computed, and arguments may be ``jax.ShapeDtypeStruct``.
+    Bind those that are no arrays first (``functools.partial``).
 
     Args:
       fn: any function of JAX arrays (jitted or not) that calls jmoe's operations.
@@ -72,8 +74,11 @@ def explain(
 
     Returns:
       An Explanation; print it.
+
+    Raises:
+      Whatever the operations raise, such as NotImplementedError where an implementation asked for cannot serve.
     """
-    recorder = Recorder()
-    with config(recorder=recorder, device=as_device(device)):
+    recorder, spec = Recorder(), as_device(device)
+    with config(recorder=recorder, device=spec):
         jax.eval_shape(fn, *args, **kwargs)
-    return Explanation(as_device(device), tuple(recorder.entries))
+    return Explanation(spec, tuple(recorder.entries))

@@ -7,8 +7,8 @@ from jax import Array
 
 from jmoe.backends.activation import Activation, as_activation
 from jmoe.backends.spec import Accumulation, LinearArgs, OpSpec
-from jmoe.config import config
-from jmoe.ops import call as c
+from jmoe.ops import validate as v
+from jmoe.ops.call import call
 from jmoe.qtensor import QTensor
 from jmoe.scheme import Recipe
 from pallas_kernels.layouts import CANONICAL
@@ -52,36 +52,33 @@ def linear(
       NotImplementedError: the implementation asked for cannot serve, with the reason.
       ExceptionGroup: none can.
     """
-    w = c.check_weight("w", w, 2, layer, "(N, K)")
-    resolved = c.resolve_recipe("w", w, recipe)
-    w = c.with_input_of(w, resolved)
-    x = c.as_input(x, resolved, 1)
+    w = v.as_weight("w", w, "(N, K)", layer)
+    w, resolved = v.with_recipe("w", w, recipe)
+    x = v.as_input(x, resolved, "(..., K)", "(M, K)")
     n, k = w.shape[-2:]
     if x.shape[-1] != k:
         raise ValueError(f"x has shape {tuple(x.shape)}, but w has K = {k} (w is (N, K) = {(n, k)})")
     lead = x.shape[:-1]
-    if isinstance(x, QTensor) and x.ndim != 2:
-        raise ValueError(f"x is a QTensor of shape {x.shape}, but a quantized activation is (M, K)")
-    layers = w.shape[0] if layer is not None else None
-    stack = () if layers is None else (layers,)
-    if bias is not None:
-        c.check_shape("bias", bias, (*stack, n), "(L, N)" if stack else "(N,)")
-    c.check_accumulation(accumulation)
+    tokens = math.prod(lead)
+    index, layers = v.as_layer(layer, w)
+    bias = v.as_bias("bias", bias, (n,) if layers is None else (layers, n), "(N,)" if layers is None else "(L, N)")
+    v.check_accumulation(accumulation)
     act = None if activation is None else as_activation(activation)
     if act is not None:
         act.check_halves(1)
-    dtype, out_dtype = c.dtypes(x, preferred_element_type)
+    quantized = isinstance(x, QTensor)
+    dtype, out_dtype = v.dtypes(x, preferred_element_type)
     args = LinearArgs(
-        x=x if isinstance(x, QTensor) else x.reshape(math.prod(lead), k),
+        x=x if isinstance(x, QTensor) else x.reshape(tokens, k),
         w=w,
         bias=bias,
-        input_scale=c.static_scale("input_scale", input_scale, None if _given(x) else resolved.input, None),
-        layer=c.as_layer(layer, layers),
+        input_scale=v.as_static_scale("input_scale", input_scale, resolved.input, quantized=quantized),
+        layer=index,
     )
     op = OpSpec(
         op="linear",
         recipe=resolved,
-        tokens=math.prod(lead),
+        tokens=tokens,
         hidden=k,
         features=n,
         dtype=dtype,
@@ -89,14 +86,8 @@ def linear(
         activation=act,
         bias=bias is not None,
         layers=layers,
-        quantized_input=isinstance(x, QTensor),
+        quantized_input=quantized,
         accumulation=accumulation,
         layout=w.layout if isinstance(w, QTensor) else CANONICAL,
-        mesh=c.mesh_axes(x, w),
-        batch_invariant=config.batch_invariant,
     )
-    return c.call(op, args, implementation).reshape(*lead, n)
-
-
-def _given(x: Array | QTensor) -> bool:
-    return isinstance(x, QTensor)
+    return call(op, args, implementation).reshape(*lead, n)

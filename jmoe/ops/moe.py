@@ -9,8 +9,8 @@ from jax import Array
 
 from jmoe.backends.activation import Activation, ActivationParams, as_activation
 from jmoe.backends.spec import Accumulation, BatchedArgs, MoEArgs, OpSpec
-from jmoe.config import config
-from jmoe.ops import call as c
+from jmoe.ops import validate as v
+from jmoe.ops.call import call
 from jmoe.qtensor import QTensor
 from jmoe.scheme import Recipe
 from pallas_kernels.layouts import CANONICAL
@@ -51,7 +51,7 @@ def fused_moe(
         value contributes nothing, and raises under ``jmoe.config(check=True)``.
       recipe: how activations are quantised in this call, instead of the weights' own input schemes.
       activation: an ``Activation`` or its name; gated where w13 has two halves.
-      activation_params: per-expert constants of swiglu, (E,) each.
+      activation_params: constants of a gated swiglu as arrays, () or (E,) each, instead of the activation's own.
       b13: (E, halves, I); b2: (E, H); with ``layer`` (L, ...). Not quantized.
       input_scale: float32 () or (E,), x's scale where w13's input scheme is static, and only there.
       intermediate_scale: float32 () or (E,), the same for h and w2.
@@ -71,65 +71,48 @@ def fused_moe(
       ExceptionGroup: none can.
     """
     experts = _Experts(w13, w2, recipe, activation, activation_params, b13, b2, layer)
-    x = c.as_input(x, experts.recipe, 1)
-    experts.check_hidden(x)
+    x = experts.as_input(x, "(..., H)", "(T, H)")
     lead = x.shape[:-1]
-    if isinstance(x, QTensor) and x.ndim != 2:
-        raise ValueError(f"x is a QTensor of shape {x.shape}, but a quantized activation is (T, H)")
-    topk_weights, topk_ids = jnp.asarray(topk_weights), jnp.asarray(topk_ids)
+    tokens = math.prod(lead)
+    topk_ids = v.as_int32("topk_ids", topk_ids)
     if topk_ids.ndim != len(lead) + 1 or topk_ids.shape[:-1] != lead:
         raise ValueError(f"topk_ids has shape {topk_ids.shape}, but x has tokens of shape {lead}: it is {(*lead, 'k')}")
     k = topk_ids.shape[-1]
-    c.check_shape("topk_weights", topk_weights, (*lead, k), "topk_ids' shape")
-    if not jnp.issubdtype(topk_ids.dtype, jnp.integer):
-        raise TypeError(f"topk_ids has dtype {topk_ids.dtype}, but expert ids are integers")
+    topk_weights = v.as_array("topk_weights", topk_weights)
     if not jnp.issubdtype(topk_weights.dtype, jnp.floating):
         raise TypeError(f"topk_weights has dtype {topk_weights.dtype}, but router weights are floating point")
+    v.check_shape("topk_weights", topk_weights, (*lead, k), "topk_ids' shape")
     if weight_on_input and k != 1:
         raise ValueError(f"weight_on_input=True multiplies x by one weight, but topk_ids has k = {k}")
+    if weight_on_input and isinstance(x, QTensor):
+        raise ValueError("weight_on_input=True multiplies x before it is quantised, but x is a QTensor")
     global_experts = experts.count
     if expert_map is not None:
-        expert_map = jnp.asarray(expert_map)
-        if expert_map.ndim != 1 or not jnp.issubdtype(expert_map.dtype, jnp.integer):
-            raise ValueError(
-                f"expert_map has shape {expert_map.shape} and dtype {expert_map.dtype}, "
-                "but it is one integer per global expert, (E_global,)"
-            )
+        expert_map = v.as_int32("expert_map", expert_map)
+        if expert_map.ndim != 1 or not expert_map.size:
+            raise ValueError(f"expert_map has shape {expert_map.shape}, but it is (E_global,), a local slot or -1 each")
         global_experts = expert_map.shape[0]
-    c.check_accumulation(accumulation)
-    dtype, out_dtype = c.dtypes(x, preferred_element_type)
-    tokens = math.prod(lead)
-    given = isinstance(x, QTensor)
+        v.check_range("expert_map", expert_map, -1, experts.count - 1)
+    v.check_range("topk_ids", topk_ids, -1, global_experts - 1)
     args = MoEArgs(
         x=x if isinstance(x, QTensor) else x.reshape(tokens, experts.hidden),
-        w13=experts.w13,
-        w2=experts.w2,
         topk_weights=topk_weights.astype(jnp.float32).reshape(tokens, k),
-        topk_ids=_as_ids(topk_ids, global_experts).reshape(tokens, k),
-        b13=b13,
-        b2=b2,
-        input_scale=c.static_scale("input_scale", input_scale, None if given else experts.recipe.input, experts.count),
-        intermediate_scale=c.static_scale(
-            "intermediate_scale", intermediate_scale, experts.second.input, experts.count
-        ),
+        topk_ids=topk_ids.reshape(tokens, k),
         expert_map=expert_map,
-        layer=experts.layer,
-        activation_params=activation_params,
+        **experts.arrays(x, input_scale, intermediate_scale),
     )
     op = experts.spec(
+        x,
+        preferred_element_type,
+        accumulation,
         op="moe",
         tokens=tokens,
         global_experts=global_experts,
         top_k=k,
-        dtype=dtype,
-        out_dtype=out_dtype,
         weight_on_input=weight_on_input,
         expert_map=expert_map is not None,
-        quantized_input=given,
-        accumulation=accumulation,
-        mesh=c.mesh_axes(x, w13, w2),
     )
-    return c.call(op, args, implementation).reshape(*lead, experts.hidden)
+    return call(op, args, implementation).reshape(*lead, experts.hidden)
 
 
 def batched_experts(
@@ -164,56 +147,27 @@ def batched_experts(
       (E, T_max, H).
     """
     experts = _Experts(w13, w2, recipe, activation, activation_params, b13, b2, layer)
-    x = c.as_input(x, experts.recipe, 3)
-    experts.check_hidden(x)
-    counts = jnp.asarray(counts)
-    if x.ndim != 3 or x.shape[0] != experts.count:
+    x = experts.as_input(x, "(E, T_max, H)", "(E, T_max, H)")
+    if x.shape[0] != experts.count:
         raise ValueError(f"x has shape {tuple(x.shape)}, but it is (E, T_max, H) with E = {experts.count}")
-    c.check_shape("counts", counts, (experts.count,), "(E,)")
-    if not jnp.issubdtype(counts.dtype, jnp.integer):
-        raise TypeError(f"counts has dtype {counts.dtype}, but counts are integers")
     rows = x.shape[1]
-    c.check_values((counts >= 0) & (counts <= rows), f"counts must lie in [0, T_max = {rows}]")
-    c.check_accumulation(accumulation)
-    dtype, out_dtype = c.dtypes(x, preferred_element_type)
-    given = isinstance(x, QTensor)
-    args = BatchedArgs(
-        x=x,
-        counts=jnp.clip(counts, 0, min(rows, jnp.iinfo(counts.dtype).max)).astype(jnp.int32),
-        w13=experts.w13,
-        w2=experts.w2,
-        b13=b13,
-        b2=b2,
-        input_scale=c.static_scale("input_scale", input_scale, None if given else experts.recipe.input, experts.count),
-        intermediate_scale=c.static_scale(
-            "intermediate_scale", intermediate_scale, experts.second.input, experts.count
-        ),
-        layer=experts.layer,
-        activation_params=activation_params,
-    )
+    counts = v.as_int32("counts", counts)
+    v.check_shape("counts", counts, (experts.count,), "(E,)")
+    v.check_range("counts", counts, 0, rows)
+    args = BatchedArgs(x=x, counts=jnp.clip(counts, 0, rows), **experts.arrays(x, input_scale, intermediate_scale))
     op = experts.spec(
+        x,
+        preferred_element_type,
+        accumulation,
         op="batched_experts",
         tokens=rows,
         global_experts=experts.count,
-        dtype=dtype,
-        out_dtype=out_dtype,
-        quantized_input=given,
-        accumulation=accumulation,
-        mesh=c.mesh_axes(x, w13, w2),
     )
-    return c.call(op, args, implementation)
-
-
-def _as_ids(ids: Array, experts: int) -> Array:
-    """int32 ids; what is out of range becomes -1 before a narrower type could wrap it into range."""
-    inside = (ids >= 0) & (ids <= min(experts - 1, jnp.iinfo(ids.dtype).max))
-    unused = ids == -1 if jnp.issubdtype(ids.dtype, jnp.signedinteger) else jnp.zeros_like(inside)
-    c.check_values(inside | unused, f"topk_ids must be -1 or lie in [0, {experts})")
-    return jnp.where(inside, ids.astype(jnp.int32), -1)
+    return call(op, args, implementation)
 
 
 class _Experts:
-    """The weights of a layer's experts, checked, and what follows from their shapes."""
+    """The weights of a layer's experts, checked, and what follows from them."""
 
     def __init__(
         self,
@@ -226,33 +180,61 @@ class _Experts:
         b2: Array | None,
         layer: Array | int | None,
     ) -> None:
-        w13 = c.check_weight("w13", w13, 4, layer, "(E, halves, I, H)")
-        w2 = c.check_weight("w2", w2, 3, layer, "(E, H, I)")
-        self.recipe, self.second = c.resolve_recipe("w13", w13, recipe), c.resolve_recipe("w2", w2, recipe)
-        self.w13, self.w2 = c.with_input_of(w13, self.recipe), c.with_input_of(w2, self.second)
+        merged = ", half 0 gate and half 1 up; a merged (E, 2 I, H) is reshaped to it"
+        w13 = v.as_weight("w13", w13, "(E, halves, I, H)", layer, hint=merged)
+        w2 = v.as_weight("w2", w2, "(E, H, I)", layer)
         self.count, self.halves, self.intermediate, self.hidden = w13.shape[-4:]
         if self.halves not in (1, 2):
             raise ValueError(f"w13 has shape {tuple(w13.shape)}, but it is (E, halves, I, H) with one or two halves")
-        self.layers = w13.shape[0] if layer is not None else None
+        self.layer, self.layers = v.as_layer(layer, w13)
         stack = () if self.layers is None else (self.layers,)
-        c.check_shape("w2", w2, (*stack, self.count, self.hidden, self.intermediate), "(E, H, I) to match w13")
-        c.check_shape("b13", b13, (*stack, self.count, self.halves, self.intermediate), "(E, halves, I)")
-        c.check_shape("b2", b2, (*stack, self.count, self.hidden), "(E, H)")
-        self.bias = b13 is not None or b2 is not None
-        self.layer = c.as_layer(layer, self.layers)
+        shape = (self.count, self.hidden, self.intermediate)
+        if tuple(w2.shape) != stack + shape:
+            raise ValueError(
+                f"w2 has shape {tuple(w2.shape)}, but w13 of shape {tuple(w13.shape)}, (E, halves, I, H), goes with "
+                f"(E, H, I) = {stack + shape}; weights are (out, in), not transposed"
+            )
+        self.w13, self.recipe = v.with_recipe("w13", w13, recipe)
+        self.w2, self.second = v.with_recipe("w2", w2, recipe)
+        self.b13 = v.as_bias("b13", b13, (*stack, *w13.shape[-4:-1]), "(E, halves, I)")
+        self.b2 = v.as_bias("b2", b2, (*stack, self.count, self.hidden), "(E, H)")
         self.activation = as_activation(activation)
         self.activation.check_halves(self.halves)
-        if params is not None:
-            if self.activation.name != "swiglu" or self.halves == 1:
-                raise ValueError(f"activation_params go with a gated swiglu, not with {self.activation}")
-            for name, value in params._asdict().items():
-                c.check_shape(f"activation_params.{name}", value, (self.count,), "(E,)")
+        self.params = v.as_activation_params(params, self.activation, self.count, self.halves)
 
-    def check_hidden(self, x: Array | QTensor) -> None:
+    def as_input(self, x: Any, axes: str, quantized_axes: str) -> Array | QTensor:
+        x = v.as_input(x, self.recipe, axes, quantized_axes)
         if x.shape[-1] != self.hidden:
             raise ValueError(f"x has shape {tuple(x.shape)}, but w13 has H = {self.hidden}")
+        return x
 
-    def spec(self, **facts: Any) -> OpSpec:
+    def arrays(self, x: Array | QTensor, input_scale: Any, intermediate_scale: Any) -> dict[str, Any]:
+        """The arguments that both operations hand to their implementations."""
+        quantized, count = isinstance(x, QTensor), self.count
+        return {
+            "w13": self.w13,
+            "w2": self.w2,
+            "b13": self.b13,
+            "b2": self.b2,
+            "input_scale": v.as_static_scale(
+                "input_scale", input_scale, self.recipe.input, quantized=quantized, experts=count
+            ),
+            "intermediate_scale": v.as_static_scale(
+                "intermediate_scale", intermediate_scale, self.second.input, quantized=False, experts=count
+            ),
+            "layer": self.layer,
+            "activation_params": self.params,
+        }
+
+    def spec(
+        self,
+        x: Array | QTensor,
+        preferred_element_type: jax.typing.DTypeLike | None,
+        accumulation: Accumulation | None,
+        **facts: Any,
+    ) -> OpSpec:
+        v.check_accumulation(accumulation)
+        dtype, out_dtype = v.dtypes(x, preferred_element_type)
         return OpSpec(
             recipe=self.recipe,
             second_recipe=None if self.second == self.recipe else self.second,
@@ -260,10 +242,13 @@ class _Experts:
             experts=self.count,
             intermediate=self.intermediate,
             gated=self.halves == 2,
+            dtype=dtype,
+            out_dtype=out_dtype,
             activation=self.activation,
-            bias=self.bias,
+            bias=self.b13 is not None or self.b2 is not None,
             layers=self.layers,
+            quantized_input=isinstance(x, QTensor),
+            accumulation=accumulation,
             layout=self.w13.layout if isinstance(self.w13, QTensor) else CANONICAL,
-            batch_invariant=config.batch_invariant,
             **facts,
         )

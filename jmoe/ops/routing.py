@@ -1,11 +1,15 @@
 """``route``: from router logits to each token's experts and weights, in float32."""
 
+import math
+import numbers
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+
+from jmoe.ops.validate import as_array, check_shape
 
 
 class Routed(NamedTuple):
@@ -50,6 +54,14 @@ class Routing:
     n_identity: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("top_k", "n_group", "topk_group", "n_identity"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+                raise TypeError(f"{name}={value!r} must be an integer")
+        if not isinstance(self.scale, numbers.Real):
+            raise TypeError(f"scale={self.scale!r} must be a number")
+        if not math.isfinite(self.scale):
+            raise ValueError(f"scale={self.scale} must be finite")
         if self.top_k < 1:
             raise ValueError(f"top_k={self.top_k} must be at least 1")
         if self.score not in ("softmax", "sigmoid", "sqrtsoftplus"):
@@ -92,17 +104,22 @@ def route(logits: Array, routing: Routing, *, bias: Array | None = None) -> Rout
     Raises:
       ValueError: shapes, groups or top_k that do not fit; TypeError: dtypes.
     """
-    logits = jnp.asarray(logits)
+    if not isinstance(routing, Routing):
+        raise TypeError(f"routing={routing!r} must be a Routing")
+    logits = as_array("logits", logits)
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         raise TypeError(f"logits has dtype {logits.dtype}, but router logits are floating point")
     if logits.ndim < 1:
-        raise ValueError("logits is a scalar, but it is (..., E)")
+        raise ValueError("logits has shape (), but it is (..., E)")
     experts = logits.shape[-1]
     routing.check_experts(experts)
-    if bias is not None and tuple(bias.shape) != (experts,):
-        raise ValueError(f"bias has shape {tuple(bias.shape)}, but here it is (E,) = {(experts,)}")
-    if bias is not None and routing.order == "topk_score":
-        raise ValueError("bias corrects scores, which order='topk_score' has only after choosing")
+    if bias is not None:
+        if routing.order == "topk_score":
+            raise ValueError("bias is given, but it corrects scores, which order='topk_score' has only after choosing")
+        bias = as_array("bias", bias)
+        if not jnp.issubdtype(bias.dtype, jnp.floating):
+            raise TypeError(f"bias has dtype {bias.dtype}, but it is floating point")
+        check_shape("bias", bias, (experts,), "(E,)")
     logits = logits.astype(jnp.float32)
     if routing.order == "topk_score":
         chosen, ids = lax.top_k(logits, routing.top_k)
