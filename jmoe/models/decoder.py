@@ -1,0 +1,378 @@
+"""``Decoder``: a Qwen3-MoE decoder on jmoe's modules, so that a whole checkpoint can be judged."""
+
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array, lax
+
+from jmoe.models.config import DecoderConfig
+from jmoe.nn import FusedMoE, KVCache, Linear
+from jmoe.scheme import Recipe
+
+Rules = Sequence[tuple[str, Recipe | str | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a checkpoint's tensor lives in a model.
+
+    Attributes:
+      path: the module, e.g. "layers.0.mlp".
+      name: its variable (or weight), e.g. "w13".
+      index: the part of the variable's leading axes that the tensor is, e.g. (expert, half); () is all of it.
+    """
+
+    path: str
+    name: str
+    index: tuple[int, ...] = ()
+
+
+class RMSNorm(nnx.Module):
+    """x / sqrt(mean(x**2) + eps) * weight over the last axis, in float32."""
+
+    def __init__(self, features: int, eps: float, *, param_dtype: jax.typing.DTypeLike) -> None:
+        self.eps = eps
+        self.weight = nnx.Param(jnp.ones((features,), param_dtype))
+
+    def __call__(self, x: Array) -> Array:
+        h = x.astype(jnp.float32)
+        h = h * lax.rsqrt(jnp.mean(jnp.square(h), axis=-1, keepdims=True) + jnp.float32(self.eps))
+        return (h * self.weight.get_value().astype(jnp.float32)).astype(x.dtype)
+
+
+class Embedding(nnx.Module):
+    """Rows of ``weight`` (V, H)."""
+
+    def __init__(
+        self, vocab: int, features: int, *, param_dtype: jax.typing.DTypeLike, rngs: nnx.Rngs | None = None
+    ) -> None:
+        shape = (vocab, features)
+        init = nnx.initializers.normal(0.02)
+        self.weight = nnx.Param(
+            jnp.zeros(shape, param_dtype) if rngs is None else init(rngs.params(), shape, param_dtype)
+        )
+
+    def __call__(self, tokens: Array) -> Array:
+        return jnp.take(self.weight.get_value(), tokens, axis=0, mode="clip")
+
+    def attend(self, x: Array) -> Array:
+        """float32 logits x w^T."""
+        return _dot("...h,vh->...v", x, self.weight.get_value().astype(x.dtype))
+
+
+class Attention(nnx.Module):
+    """Causal attention with grouped key and value heads, normalised queries and keys, and rotary embeddings."""
+
+    def __init__(self, config: DecoderConfig, *, linear: Any, param_dtype: jax.typing.DTypeLike) -> None:
+        self.head_dim = config.head_dim
+        self.theta = config.rope_theta
+        q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.q_proj = linear("q_proj", config.hidden_size, q)
+        self.k_proj = linear("k_proj", config.hidden_size, kv)
+        self.v_proj = linear("v_proj", config.hidden_size, kv)
+        self.o_proj = linear("o_proj", q, config.hidden_size)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, param_dtype=param_dtype)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, param_dtype=param_dtype)
+
+    def __call__(self, x: Array, cache: KVCache | None = None) -> tuple[Array, KVCache | None]:
+        """Attends from x (B, S, H) to itself, or to all that ``cache`` then holds."""
+        batch, length, _ = x.shape
+        q, k, v = (p(x).reshape(batch, length, -1, self.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj))
+        positions = jnp.arange(length, dtype=jnp.int32)
+        if cache is None:
+            mask = positions <= positions[:, None]
+        else:
+            positions = positions + cache.position
+        q = rotate(self.q_norm(q), positions, self.theta)
+        k = rotate(self.k_norm(k), positions, self.theta)
+        if cache is not None:
+            cache = cache.update(k, v)
+            k, v, mask = cache.keys, cache.values, cache.mask(length)
+        q = q.reshape(batch, length, k.shape[2], -1, self.head_dim)
+        scores = _dot("bqhgd,bkhd->bhgqk", q, k.astype(q.dtype)) * jnp.float32(self.head_dim**-0.5)
+        weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1).astype(x.dtype)
+        y = _dot("bhgqk,bkhd->bqhgd", weights, v.astype(x.dtype)).astype(x.dtype)
+        return self.o_proj(y.reshape(batch, length, -1)), cache
+
+
+class MLP(nnx.Module):
+    """down(silu(gate(x)) * up(x)), in the layers that have no experts."""
+
+    def __init__(self, config: DecoderConfig, *, linear: Any) -> None:
+        self.gate_proj = linear("gate_proj", config.hidden_size, config.intermediate_size)
+        self.up_proj = linear("up_proj", config.hidden_size, config.intermediate_size)
+        self.down_proj = linear("down_proj", config.intermediate_size, config.hidden_size)
+
+    def __call__(self, x: Array) -> Array:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        attention: Attention,
+        mlp: nnx.Module,
+        param_dtype: jax.typing.DTypeLike,
+    ) -> None:
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, param_dtype=param_dtype)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, param_dtype=param_dtype)
+        self.mlp = mlp
+
+    def __call__(self, x: Array, cache: KVCache | None = None) -> tuple[Array, KVCache | None]:
+        y, cache = self.self_attn(self.input_layernorm(x), cache)
+        x = x + y
+        return x + self.mlp(self.post_attention_layernorm(x)), cache
+
+
+class Decoder(nnx.Module):
+    """A Qwen3-MoE decoder: tokens to the logits of what follows.
+
+    Example usage::
+
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jmoe.models import Decoder, DecoderConfig
+      ...
+      >>> config = DecoderConfig(
+      ...     vocab_size=256, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+      ...     head_dim=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
+      >>> model = Decoder(config, recipe="int8", rngs=nnx.Rngs(0))
+      >>> tokens = jnp.asarray([[7, 3, 5]])
+      >>> model(tokens).shape
+      (1, 3, 256)
+      >>> model.generate(tokens, 4).shape
+      (1, 4)
+
+    Module paths are a checkpoint's without "model.": ``layers.0.self_attn.q_proj``, ``layers.0.mlp`` (a FusedMoE, or in
+    a layer without experts ``gate_proj``, ``up_proj`` and ``down_proj``), ``embed_tokens``, ``norm``, ``lm_head``;
+    ``parameter_places`` says where each tensor of a checkpoint goes. Norms, softmax, router and rotary embeddings are
+    float32.
+
+    Args:
+      config: shapes and constants.
+      recipe: how the layers' projections and experts are quantized, a Recipe or its name (default: ``"bf16"``, not at
+        all). Embedding and lm_head are not.
+      rules: (regular expression, recipe or None) pairs on module paths, which decide before ``recipe`` does, as for
+        ``jmoe.nn.quantize_model``; the only way to quantize lm_head.
+      dtype: what is computed in (default: param_dtype).
+      param_dtype: dtype of weights that are not quantized (default: bfloat16).
+      implementation: of the products, by name (default: the selector's choice).
+      rngs: rng key; None leaves weights zero, to be filled. ``nnx.eval_shape(lambda: Decoder(config))`` makes one
+        without any memory.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        recipe: Recipe | str = "bf16",
+        rules: Rules = (),
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = jnp.bfloat16,
+        implementation: str | None = None,
+        rngs: nnx.Rngs | None = None,
+    ) -> None:
+        self.config = config
+        self.dtype = jnp.dtype(param_dtype if dtype is None else dtype)
+        choose = functools.partial(_recipe_of, rules)
+
+        def linear(path: str, in_features: int, out_features: int, default: Recipe | str, **options: Any) -> Linear:
+            return Linear(
+                in_features,
+                out_features,
+                recipe=choose(path, default),
+                param_dtype=param_dtype,
+                implementation=implementation,
+                rngs=rngs,
+                **options,
+            )
+
+        def layer(i: int) -> DecoderLayer:
+            path = f"layers.{i}"
+
+            def child(parent: str, use_bias: bool) -> Any:
+                return lambda name, k, n: linear(f"{path}.{parent}.{name}", k, n, recipe, use_bias=use_bias)
+
+            attention = Attention(config, linear=child("self_attn", config.attention_bias), param_dtype=param_dtype)
+            if i in config.dense_layers:
+                mlp: nnx.Module = MLP(config, linear=child("mlp", False))
+            else:
+                mlp = FusedMoE(
+                    config.hidden_size,
+                    config.moe_intermediate_size,
+                    config.num_experts,
+                    config.routing,
+                    recipe=choose(f"{path}.mlp", recipe),
+                    param_dtype=param_dtype,
+                    router_dtype=param_dtype,
+                    implementation=implementation,
+                    rngs=rngs,
+                )
+            return DecoderLayer(config, attention=attention, mlp=mlp, param_dtype=param_dtype)
+
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, param_dtype=param_dtype, rngs=rngs)
+        self.layers = nnx.List([layer(i) for i in range(config.num_hidden_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, param_dtype=param_dtype)
+        self.lm_head = nnx.data(None)
+        if not config.tie_word_embeddings:
+            self.lm_head = linear(
+                "lm_head", config.hidden_size, config.vocab_size, "bf16", preferred_element_type=jnp.float32
+            )
+
+    def __call__(self, tokens: Array) -> Array:
+        """float32 logits (B, S, V) of tokens (B, S): entry s is about token s + 1."""
+        x = self.embed_tokens(tokens).astype(self.dtype)
+        for layer in self.layers:
+            x, _ = layer(x)
+        return self._logits(x)
+
+    def _logits(self, x: Array) -> Array:
+        x = self.norm(x)
+        return self.embed_tokens.attend(x) if self.lm_head is None else self.lm_head(x)
+
+    def init_cache(self, batch: int, max_len: int) -> tuple[KVCache, ...]:
+        """An empty cache of each layer, for ``max_len`` tokens."""
+        heads, head_dim = self.config.num_key_value_heads, self.config.head_dim
+        return tuple(KVCache.init(batch, max_len, heads, head_dim, self.dtype) for _ in self.layers)
+
+    def decode_step(self, token: Array, cache: tuple[KVCache, ...]) -> tuple[Array, tuple[KVCache, ...]]:
+        """One more token.
+
+        Args:
+          token: (B,), or (B, S) to read several at once.
+          cache: of each layer, from ``init_cache`` or an earlier step.
+
+        Returns:
+          float32 logits (B, V) of what follows the last token, and the cache with it.
+        """
+        x = self.embed_tokens(token[:, None] if token.ndim == 1 else token).astype(self.dtype)
+        updated = []
+        for layer, before in zip(self.layers, cache, strict=True):
+            x, after = layer(x, before)
+            assert after is not None  # a layer that is given a cache returns one
+            updated.append(after)
+        return self._logits(x[:, -1]), tuple(updated)
+
+    def generate(self, tokens: Array, steps: int) -> Array:
+        """The ``steps`` most likely next tokens, int32 (B, steps), after tokens (B, S); compiled once a shape."""
+        return _generate(*nnx.split(self), tokens, steps)
+
+    def token_losses(self, tokens: Array) -> Array:
+        """float32 (B, S - 1): -log p of tokens 1 .. S - 1 given those before, in nats."""
+        logits = self(tokens)[:, :-1]
+        chosen = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
+        return jax.nn.logsumexp(logits, axis=-1) - chosen
+
+    def loss(self, tokens: Array) -> Array:
+        """The mean of ``token_losses``, for training."""
+        return jnp.mean(self.token_losses(tokens))
+
+    def parameter_places(self) -> dict[str, Place]:
+        """Where each tensor of an unquantized checkpoint goes: its name there, and its place here.
+
+        A quantized checkpoint names its tensors after the same ones ("...q_proj.weight_scale"), so that what comes
+        before the last dot finds their place too.
+        """
+        places = {}
+        for keys, module in nnx.iter_modules(self):
+            path = ".".join(map(str, keys))
+            prefix = "" if path.startswith("lm_head") else "model."
+            if isinstance(module, FusedMoE):
+                places[f"{prefix}{path}.gate.weight"] = Place(path, "router_weight")
+                for e in range(module.num_experts):
+                    expert = f"{prefix}{path}.experts.{e}"
+                    places[f"{expert}.gate_proj.weight"] = Place(path, "w13", (e, 0))
+                    places[f"{expert}.up_proj.weight"] = Place(path, "w13", (e, 1))
+                    places[f"{expert}.down_proj.weight"] = Place(path, "w2", (e,))
+            elif isinstance(module, Linear | RMSNorm | Embedding):
+                places[f"{prefix}{path}.weight"] = Place(path, "weight")
+                if getattr(module, "bias", None) is not None:
+                    places[f"{prefix}{path}.bias"] = Place(path, "bias")
+        return places
+
+
+def evaluate(model: Decoder, tokens: np.ndarray, *, window: int = 256, batch: int = 16) -> float:
+    """Mean -log p, in nats a token, over windows of ``window`` tokens that do not overlap, each read on its own.
+
+    All tokens of a window but its first are scored; a last window that is not full is left out. The sum is float64.
+
+    Args:
+      model: the decoder.
+      tokens: integers (n,).
+      window: tokens a window.
+      batch: windows computed at once; every batch is computed at this size, so that one compilation serves.
+
+    Raises:
+      ValueError: less than one window of tokens, or a window of less than two.
+    """
+    tokens = np.asarray(tokens)
+    windows = len(tokens) // window
+    if window < 2 or not windows:
+        raise ValueError(f"{len(tokens)} tokens in windows of {window}: it takes one window, and two tokens in it")
+    rows = tokens[: windows * window].reshape(windows, window).astype(np.int32)
+    graphdef, state = nnx.split(model)
+    total = 0.0
+    for start in range(0, windows, batch):
+        part = rows[start : start + batch]
+        padded = np.concatenate([part, np.repeat(part[-1:], batch - len(part), axis=0)])
+        losses = np.asarray(_token_losses(graphdef, state, padded))
+        total += losses[: len(part)].sum(dtype=np.float64)
+    return total / (windows * (window - 1))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _token_losses(graphdef: nnx.GraphDef, state: nnx.State, tokens: Array) -> Array:
+    return nnx.merge(graphdef, state).token_losses(tokens)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _generate(graphdef: nnx.GraphDef, state: nnx.State, tokens: Array, steps: int) -> Array:
+    model = nnx.merge(graphdef, state)
+    cache = model.init_cache(tokens.shape[0], tokens.shape[1] + steps)
+    logits, cache = model.decode_step(tokens, cache)
+
+    def step(carry: tuple[Array, Any], _: None) -> tuple[tuple[Array, Any], Array]:
+        token, cache = carry
+        logits, cache = model.decode_step(token, cache)
+        return (_most_likely(logits), cache), token
+
+    _, generated = lax.scan(step, (_most_likely(logits), cache), length=steps)
+    return generated.T
+
+
+def _most_likely(logits: Array) -> Array:
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def rotate(x: Array, positions: Array, theta: float) -> Array:
+    """Rotary embedding, the halves of a head forming the pairs: x (B, S, heads, head_dim), positions (S,)."""
+    half = x.shape[-1] // 2
+    frequencies = jnp.asarray(theta ** -(np.arange(half) / half), jnp.float32)
+    angles = positions.astype(jnp.float32)[:, None] * frequencies
+    cos, sin = (f(angles)[:, None, :] for f in (jnp.cos, jnp.sin))
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def _dot(subscripts: str, a: Array, b: Array) -> Array:
+    """An einsum with float32 sums, and float32 operands taken as such."""
+    return jnp.einsum(subscripts, a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def _recipe_of(rules: Rules, path: str, default: Recipe | str) -> Recipe | str:
+    for pattern, recipe in rules:
+        if re.fullmatch(pattern, path):
+            return "bf16" if recipe is None else recipe
+    return default

@@ -1,0 +1,8 @@
+"""Flax NNX modules with quantized weights."""
+
+from jmoe.nn.kv_cache import KVCache
+from jmoe.nn.linear import Linear
+from jmoe.nn.moe import FusedMoE
+from jmoe.nn.param import QuantizedParam
+
+__all__ = ["FusedMoE", "KVCache", "Linear", "QuantizedParam"]

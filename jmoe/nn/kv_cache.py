@@ -1,0 +1,84 @@
+"""``KVCache``: the keys and values of past tokens, as a pytree of fixed shape."""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import checkify
+
+from jmoe.config import config
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values of one attention layer; ``update`` returns another one.
+
+    Attributes:
+      keys: (B, S_max, heads, head_dim) bfloat16, float16 or float32; entries from ``position`` on are not valid.
+      values: the same.
+      position: int32 (), how many tokens are held.
+    """
+
+    keys: Array
+    values: Array
+    position: Array
+
+    @classmethod
+    def init(
+        cls,
+        batch: int,
+        max_len: int,
+        heads: int,
+        head_dim: int,
+        dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    ) -> Self:
+        """An empty cache for ``max_len`` tokens.
+
+        Raises:
+          TypeError: a dtype that is neither bfloat16, float16 nor float32.
+        """
+        if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
+            raise TypeError(f"dtype={jnp.dtype(dtype)} must be bfloat16, float16 or float32")
+        shape = (batch, max_len, heads, head_dim)
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))
+
+    @property
+    def max_len(self) -> int:
+        return self.keys.shape[1]
+
+    def update(self, keys: Array, values: Array) -> Self:
+        """The cache with S more tokens.
+
+        Args:
+          keys, values: (B, S, heads, head_dim), cast to the cache's dtype.
+
+        Raises:
+          ValueError: shapes that do not fit, or S > S_max. That there is room left can only be checked at run time, and
+            is under ``jmoe.config(check=True)``; without it, tokens beyond S_max overwrite the last ones.
+        """
+        batch, max_len, heads, head_dim = self.keys.shape
+        for name, new in (("keys", keys), ("values", values)):
+            if new.ndim != 4 or (new.shape[0], *new.shape[2:]) != (batch, heads, head_dim) or new.shape[1] > max_len:
+                expected = f"({batch}, S <= {max_len}, {heads}, {head_dim})"
+                raise ValueError(f"{name} has shape {tuple(new.shape)}, but this cache takes {expected}")
+        if keys.shape != values.shape:
+            raise ValueError(f"keys has shape {keys.shape} and values {values.shape}, but they are of the same tokens")
+        end = self.position + jnp.int32(keys.shape[1])
+        if config.check:
+            checkify.check(end <= max_len, f"the cache holds {max_len} tokens, and is asked to hold more")
+        zero = jnp.int32(0)
+        start = (zero, self.position, zero, zero)
+        return replace(
+            self,
+            keys=lax.dynamic_update_slice(self.keys, keys.astype(self.keys.dtype), start),
+            values=lax.dynamic_update_slice(self.values, values.astype(self.values.dtype), start),
+            position=end,
+        )
+
+    def mask(self, queries: int) -> Array:
+        """Which entries each of the last ``queries`` tokens may attend to, itself included: bool (queries, S_max)."""
+        query = self.position - jnp.int32(queries) + jnp.arange(queries, dtype=jnp.int32)
+        return jnp.arange(self.max_len, dtype=jnp.int32) <= query[:, None]

@@ -1,0 +1,224 @@
+"""``Linear``: a dense layer whose weight is plain or quantized."""
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from jmoe import ops
+from jmoe.backends.activation import Activation
+from jmoe.nn import param
+from jmoe.nn.param import AxisName
+from jmoe.qtensor import QTensor
+from jmoe.quantize import quantize
+from jmoe.scheme import Recipe, as_recipe
+
+
+class Linear(nnx.Module):
+    r"""A linear transformation over the last axis, with a plain or a quantized weight.
+
+    .. math::
+      y = \mathrm{activation}(x W^T + b)
+
+    A quantized :math:`W` enters at the values that its codes and scales stand for, and x is quantised on the fly where
+    the recipe says so. Product, scales, bias and activation are float32; the result is cast once.
+
+    Example usage::
+
+      >>> import jax, jmoe
+      >>> from flax import nnx
+      >>> from jmoe.nn import Linear
+      ...
+      >>> weight = jax.random.normal(jax.random.key(0), (32, 64))  # (out, in)
+      >>> layer = Linear.from_dense(weight, recipe="fp8_block")
+      >>> layer.weight.shape, layer.weight.dtype
+      ((32, 64), dtype(float8_e4m3fn))
+      >>> layer.weight_scale.shape
+      (1, 1)
+      >>> x = jax.random.normal(jax.random.key(1), (4, 64))
+      >>> layer(x).shape
+      (4, 32)
+
+    Variables: ``weight`` (N, K) = (out, in), an ``nnx.Param``, or a ``QuantizedParam`` together with ``weight_scale``,
+    ``weight_global_scale`` and ``weight_zero_point`` (shapes as in ``QTensor``); ``weight_input_scale``, float32 (),
+    where the activation's scale is a given one; ``bias`` (N,). What is absent is None. In stacked modules each has a
+    leading axis of layers.
+
+    Args:
+      in_features: K.
+      out_features: N.
+      use_bias: whether there is a bias (default: False).
+      recipe: how weight and activation are quantized, a Recipe or its name (default: ``"bf16"``, not at all).
+      activation: applied to the result: ``"silu"``, ``"gelu"``, ``"gelu_tanh"``, ``"relu2"`` or None.
+      dtype: what x is cast to (default: x's own dtype, which is then the result's).
+      param_dtype: dtype of the bias and of an unquantized weight (default: bfloat16).
+      preferred_element_type: dtype of the result (default: that of the cast x).
+      sharding: the mesh axis over which each of the axes (out, in) is sharded, for Flax's sharding metadata; as in Flax
+        a name needs a mesh in force (``jax.set_mesh``) or ``nnx.use_eager_sharding(False)``.
+      implementation: taken by name (default: the selector's choice).
+      rngs: rng key; None leaves weight and bias zero, to be filled.
+    """
+
+    weight_input_scale: nnx.Variable | None
+    bias: nnx.Variable | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        use_bias: bool = False,
+        recipe: Recipe | str = "bf16",
+        activation: Activation | str | None = None,
+        dtype: jax.typing.DTypeLike | None = None,
+        param_dtype: jax.typing.DTypeLike = jnp.bfloat16,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
+        sharding: Sequence[AxisName] = (None, None),
+        implementation: str | None = None,
+        rngs: nnx.Rngs | None = None,
+    ) -> None:
+        self.in_features = in_features
+        self.out_features = out_features
+        self.activation = activation
+        self.dtype = None if dtype is None else jnp.dtype(dtype)
+        self.preferred_element_type = None if preferred_element_type is None else jnp.dtype(preferred_element_type)
+        self.sharding = param.checked_axes("sharding", sharding, ("out", "in"))
+        self.implementation = implementation
+        self.layer = nnx.data(None)
+        how = as_recipe(recipe)
+        shape = (out_features, in_features)
+        if rngs is None:
+            weight = param.empty(shape, how, param_dtype)
+        else:
+            weight = nnx.initializers.lecun_normal(in_axis=-1, out_axis=-2)(rngs.params(), shape, param_dtype)
+            weight = weight if how.weight is None else quantize(weight, how)
+        param.set_weight(self, "weight", weight, self.sharding)
+        self.weight_input_scale = nnx.data(None)
+        if how.input is not None and how.input.static:
+            param.set_input_scale(self, "weight", 1.0, [()])
+        self.bias = nnx.data(None)
+        if use_bias:
+            self.set_bias(jnp.zeros((out_features,), param_dtype))
+
+    @classmethod
+    def from_dense(
+        cls,
+        weight: Array,
+        bias: Array | None = None,
+        *,
+        recipe: Recipe | str = "bf16",
+        input_scale: Array | float | None = None,
+        **options: Any,
+    ) -> Self:
+        """A layer from a dense weight (N, K) = (out, in), quantized here.
+
+        Args:
+          weight: float (N, K).
+          bias: (N,).
+          recipe: as for the class; "bf16" takes the weight as it is, whatever its dtype.
+          input_scale: float32 (), where the recipe's activation scale is a given one.
+          **options: activation, dtype, preferred_element_type, sharding, implementation: as for the class.
+        """
+        how = as_recipe(recipe)
+        weight = jnp.asarray(weight)
+        return cls.from_quantized(
+            weight if how.weight is None else quantize(weight, how), bias, input_scale=input_scale, **options
+        )
+
+    @classmethod
+    def from_quantized(
+        cls,
+        weight: QTensor | Array,
+        bias: Array | None = None,
+        *,
+        input_scale: Array | float | None = None,
+        **options: Any,
+    ) -> Self:
+        """A layer from a weight as it is, a QTensor (N, K) or a plain array.
+
+        Args:
+          weight: QTensor (N, K); its ``input_scheme`` says how x is quantised.
+          bias: (N,).
+          input_scale: float32 (), where that scheme is static.
+          **options: as for ``from_dense``.
+        """
+        out_features, in_features = weight.shape[-2:]
+        layer = nnx.eval_shape(lambda: cls(in_features, out_features, **options))
+        layer.set_weight(weight, input_scale=input_scale)
+        if bias is not None:
+            layer.set_bias(bias)
+        return layer
+
+    @property
+    def qweight(self) -> Array | QTensor:
+        """The weight as operations take it: a QTensor, or an array where it is not quantized."""
+        return param.get_weight(self, "weight")
+
+    @property
+    def recipe(self) -> Recipe:
+        """How weight and activation are quantized."""
+        return param.recipe_of_weight(self, "weight")
+
+    def set_weight(self, weight: Array | QTensor, *, input_scale: Array | float | None = None) -> None:
+        """Replaces the weight, which may be quantized otherwise than the one before.
+
+        Args:
+          weight: QTensor or float array (..., N, K); leading axes are those of a stacked module.
+          input_scale: float32 of the leading axes' shape, where the weight's input scheme is static; None keeps one
+            that is there.
+
+        Raises:
+          ValueError: N or K differ, or an input scale is missing, not wanted, or no scale.
+        """
+        expected = (self.out_features, self.in_features)
+        if tuple(weight.shape[-2:]) != expected:
+            raise ValueError(f"weight has shape {tuple(weight.shape)}, but this layer's is (out, in) = {expected}")
+        param.set_weight(self, "weight", weight, self.sharding)
+        param.set_input_scale(self, "weight", input_scale, [tuple(weight.shape[:-2])])
+
+    def set_bias(self, bias: Array | None) -> None:
+        """Replaces the bias (..., N), or removes it."""
+        if bias is None:
+            self.bias = nnx.data(None)
+            return
+        if bias.shape[-1] != self.out_features:
+            raise ValueError(f"bias has shape {tuple(bias.shape)}, but this layer has {self.out_features} features")
+        axes = (*(None,) * (bias.ndim - 1), self.sharding[0])
+        self.bias = param.variable(nnx.Param, bias, axes)
+
+    def __call__(self, x: Array, out_sharding: Any = None) -> Array:
+        """Applies the layer.
+
+        Args:
+          x: (..., K) bfloat16, float16 or float32.
+          out_sharding: how the result is sharded, as for ``nnx.Linear``.
+
+        Returns:
+          (..., N).
+        """
+        return constrain(self._apply(x), out_sharding)
+
+    def _apply(self, x: Array) -> Array:
+        return ops.linear(
+            x if self.dtype is None else x.astype(self.dtype),
+            self.qweight,
+            bias=param.value_of(self.bias),
+            activation=self.activation,
+            input_scale=param.value_of(self.weight_input_scale),
+            layer=self.layer,
+            preferred_element_type=self.preferred_element_type,
+            implementation=self.implementation,
+        )
+
+
+def constrain(y: Array, sharding: Any) -> Array:
+    """``y`` with that sharding, which may be None; in the way that the mesh in force asks for."""
+    if sharding is None:
+        return y
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and mesh.are_all_axes_explicit:
+        return jax.sharding.reshard(y, sharding)
+    return jax.lax.with_sharding_constraint(y, sharding)

@@ -1,0 +1,193 @@
+"""Weights as Flax variables: a weight of a module is a plain ``nnx.Param`` or the parts of a QTensor.
+
+A module that has the weight ``w13`` has the variables ``w13``, ``w13_scale``, ``w13_global_scale``, ``w13_zero_point``
+and ``w13_input_scale``, named as in checkpoints and None where absent, and the static attribute ``w13_format``.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.core import spmd
+from jax import Array
+
+from jmoe.qtensor import QTensor
+from jmoe.quantize import check_static_scale, quantize
+from jmoe.scheme import Recipe, Scheme, recipe_of
+from pallas_kernels.layouts import Layout
+
+AxisName = str | tuple[str, ...] | None
+"""A mesh axis (or a logical one, or several) that an array axis is sharded over; None is not at all."""
+
+_PARTS = {"data": "", "scale": "_scale", "global_scale": "_global_scale", "zero_point": "_zero_point"}
+
+
+class QuantizedParam(nnx.Variable):
+    """Codes, scales and zero points of a quantized weight.
+
+    Not an ``nnx.Param``: optimizers and ``nnx.grad`` select those, and codes have no gradient.
+    """
+
+
+nnx.register_variable_name("quantized_params", QuantizedParam)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """The static fields of a QTensor, kept beside its leaves."""
+
+    scheme: Scheme
+    input_scheme: Scheme | None
+    layout: Layout
+    odd_k: bool
+
+
+def checked_axes(argument: str, axes: Sequence[AxisName], meaning: Sequence[str]) -> tuple[AxisName, ...]:
+    """``axes`` as a tuple, one name for each of the axes that ``meaning`` lists."""
+    if len(axes) != len(meaning):
+        raise ValueError(f"{argument}={axes!r} must name one mesh axis, or None, for each of ({', '.join(meaning)})")
+    return tuple(axes)
+
+
+def part_names(name: str) -> tuple[str, ...]:
+    """The attributes that hold the weight ``name``, without its input scale."""
+    return tuple(name + suffix for suffix in _PARTS.values())
+
+
+def input_scale_name(name: str) -> str:
+    """The attribute that holds the static scale of the activation that meets the weight ``name``."""
+    return name + "_input_scale"
+
+
+def set_weight(module: nnx.Module, name: str, w: Array | QTensor, axes: Sequence[AxisName]) -> None:
+    """Makes ``w`` the weight ``name`` of ``module``; what was there before is released.
+
+    Args:
+      module: the module.
+      name: the weight's name.
+      w: the weight; axes beyond those named in ``axes`` lead (stacked layers).
+      axes: the mesh axis over which each of the weight's axes is sharded, e.g. (None, "model") for (N, K).
+    """
+    axes = (None,) * (w.ndim - len(axes)) + tuple(axes)
+    fmt = WeightFormat(w.scheme, w.input_scheme, w.layout, w.odd_k) if isinstance(w, QTensor) else None
+    setattr(module, name + "_format", nnx.static(fmt))
+    for part, suffix in _PARTS.items():
+        value: nnx.Variable | None = None
+        if isinstance(w, QTensor):
+            if (leaf := getattr(w, part)) is not None:
+                value = variable(QuantizedParam, leaf, axes if part == "data" else _grid_axes(axes, w, part))
+        elif part == "data":
+            value = variable(nnx.Param, w, axes)
+        setattr(module, name + suffix, nnx.data(value))
+
+
+def get_weight(module: nnx.Module, name: str) -> Array | QTensor:
+    """The weight ``name`` of ``module``, as operations take it."""
+    leaves = {part: value_of(getattr(module, name + suffix)) for part, suffix in _PARTS.items()}
+    fmt = getattr(module, name + "_format")
+    if fmt is None:
+        return leaves["data"]
+    return QTensor(**leaves, scheme=fmt.scheme, input_scheme=fmt.input_scheme, layout=fmt.layout, odd_k=fmt.odd_k)
+
+
+def recipe_of_weight(module: nnx.Module, name: str) -> Recipe:
+    """How the weight ``name`` and its activation are quantized."""
+    fmt = getattr(module, name + "_format")
+    return recipe_of(None, None) if fmt is None else recipe_of(fmt.scheme, fmt.input_scheme)
+
+
+def set_input_scale(module: nnx.Module, name: str, scale: Any, shapes: Sequence[tuple[int, ...]]) -> None:
+    """Sets the static scale of the activation that meets the weight ``name``, checked against the weight's format.
+
+    Args:
+      module: the module.
+      name: the weight's name.
+      scale: float32 of one of ``shapes``, or None, which keeps a scale that is there.
+      shapes: the shapes a scale may have.
+
+    Raises:
+      ValueError: a scale is missing or not wanted, has another shape, or is not positive and finite.
+    """
+    attribute = input_scale_name(name)
+    fmt = getattr(module, name + "_format")
+    static = fmt is not None and fmt.input_scheme is not None and fmt.input_scheme.static
+    if not static:
+        if scale is not None:
+            how = recipe_of_weight(module, name).name
+            raise ValueError(f"{attribute} is given, but recipe {how!r} has no given activation scale")
+        setattr(module, attribute, nnx.data(None))
+        return
+    if scale is None:
+        if getattr(module, attribute, None) is None:
+            raise ValueError(f"{attribute} is missing: recipe {recipe_of_weight(module, name).name!r} needs it given")
+        return
+    scale = check_static_scale(attribute, scale)
+    if scale.shape not in shapes:
+        raise ValueError(f"{attribute} has shape {scale.shape}, but it is {' or '.join(map(str, shapes))} here")
+    setattr(module, attribute, QuantizedParam(scale))
+
+
+def variable(kind: type[nnx.Variable], value: Any, axes: Sequence[AxisName] = ()) -> nnx.Variable:
+    """A variable with sharding metadata, in Flax's form; axes of extent 1 are not sharded."""
+    names = tuple(None if extent == 1 else axis for axis, extent in zip(axes, value.shape, strict=bool(axes)))
+    return kind(value, out_sharding=names) if any(names) else kind(value)
+
+
+def assign(module: nnx.Module, name: str, value: Array) -> None:
+    """Gives the variable ``name`` of ``module`` a new value of the same shape; its kind and metadata stay.
+
+    Unlike ``variable.set_value`` this shards the value as the metadata say, and works on abstract modules too.
+
+    Raises:
+      ValueError: the module has no such variable, or its shape is another.
+    """
+    old = getattr(module, name, None)
+    if not isinstance(old, nnx.Variable):
+        raise ValueError(f"{type(module).__name__} has no variable {name!r} to assign to")
+    if tuple(value.shape) != tuple(old.get_raw_value().shape):
+        expected = tuple(old.get_raw_value().shape)
+        raise ValueError(f"{name} of {type(module).__name__} has shape {expected}, not {tuple(value.shape)}")
+    axes = old.get_metadata("out_sharding", None) or ()
+    setattr(module, name, variable(type(old), value, axes))
+
+
+def value_of(var: nnx.Variable | None) -> Any:
+    """The value of a variable that may be absent."""
+    return None if var is None else var.get_value()
+
+
+def empty(shape: tuple[int, ...], recipe: Recipe, dtype: jax.typing.DTypeLike) -> Array | QTensor:
+    """A weight of zeros: plain of that dtype, or a QTensor whose codes and scales are zero."""
+    if recipe.weight is None:
+        return jnp.zeros(shape, dtype)
+    like = jax.eval_shape(lambda w: quantize(w, recipe), jax.ShapeDtypeStruct(shape, dtype))
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+
+
+def _grid_axes(axes: Sequence[AxisName], w: QTensor, part: str) -> tuple[AxisName, ...]:
+    """Axis names of a scale grid: those of the weight, where every shard of it would have whole blocks of its own."""
+    block = (1, -1) if part == "global_scale" else w.scheme.block
+    grid = getattr(w, part).shape
+    names = list(axes)
+    for axis in (-2, -1):
+        extent = w.shape[axis]
+        whole = block[axis] not in (-1, 0) and extent % block[axis] == 0
+        if grid[axis] == 1 or not whole or grid[axis] % _mesh_extent(axes[axis]):
+            names[axis] = None
+    return tuple(names)
+
+
+def _mesh_extent(name: AxisName) -> int:
+    """Devices along that axis of the mesh in force, 1 where there is none or it has no such axis."""
+    if name is None:
+        return 1
+    rules = spmd.get_logical_axis_rules()
+    (resolved,) = spmd.from_sharding_rules((name,), rules) if rules else (name,)
+    mesh = jax.sharding.get_abstract_mesh()
+    sizes = {} if mesh.empty else dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    parts = resolved if isinstance(resolved, tuple) else (resolved,)
+    return math.prod(sizes.get(part, 1) for part in parts)

@@ -1,0 +1,158 @@
+"""The decoder against transformers' logits and losses of the tiny trained checkpoint, and against itself."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jmoe.models import Decoder, DecoderConfig, evaluate
+from jmoe.models.decoder import Place, rotate
+from jmoe.nn import FusedMoE, Linear, QuantizedParam
+
+SMALL = DecoderConfig(
+    vocab_size=20,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    moe_intermediate_size=8,
+    num_experts=4,
+    num_experts_per_tok=2,
+)
+
+
+def small(**options):
+    return Decoder(SMALL, param_dtype=jnp.float32, rngs=nnx.Rngs(0), **options)
+
+
+def test_logits_are_those_of_transformers(tiny, heldout, shared):
+    expected = np.load(shared / "fixtures" / "tiny-moe" / "logits" / "bf16.npy")
+    logits = tiny(jnp.asarray(heldout[None, :64]))
+    assert logits.dtype == jnp.float32
+    assert np.abs(np.asarray(logits[0]) - expected).max() < 2e-3
+
+
+def test_decode_steps_give_the_logits_of_the_whole_window(tiny, heldout):
+    tokens = jnp.asarray(heldout[: 2 * 24].reshape(2, 24))
+    whole = tiny(tokens)
+    step = nnx.jit(lambda model, token, cache: model.decode_step(token, cache))
+    logits, cache = tiny.decode_step(tokens[:, :20], tiny.init_cache(2, 32))
+    np.testing.assert_allclose(logits, whole[:, 19], atol=1e-4)
+    for s in range(20, 24):
+        logits, cache = step(tiny, tokens[:, s], cache)
+        np.testing.assert_allclose(logits, whole[:, s], atol=1e-4)
+
+
+def test_generate_takes_the_most_likely_token_each_time(tiny, heldout):
+    tokens = heldout[None, :16]
+    generated = np.asarray(tiny.generate(jnp.asarray(tokens), 6))
+    assert generated.dtype == np.int32
+    whole = np.concatenate([tokens, generated], axis=1)
+    expected = np.argmax(np.asarray(tiny(jnp.asarray(whole))), axis=-1)[:, 15:-1]
+    np.testing.assert_array_equal(generated, expected)
+
+
+def test_loss_of_a_few_windows_is_that_of_single_ones(tiny, heldout):
+    some = heldout[: 5 * 32 + 7]
+    losses = [float(tiny.loss(jnp.asarray(some[None, 32 * w : 32 * (w + 1)]))) for w in range(5)]
+    assert evaluate(tiny, some, window=32, batch=2) == pytest.approx(np.mean(losses), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_loss_under_the_protocol_is_that_of_transformers(tiny, heldout):
+    # reference.json of the checkpoint's fixtures: nats a byte over 256 windows of 256 bytes, 255 scored in each.
+    assert evaluate(tiny, heldout) == pytest.approx(1.2528866925701854, abs=2e-4)
+
+
+def test_evaluate_refuses_less_than_a_window(tiny):
+    with pytest.raises(ValueError, match="100 tokens in windows of 256: it takes one window"):
+        evaluate(tiny, np.zeros(100, np.int32))
+
+
+def test_later_tokens_do_not_change_earlier_logits():
+    model = small()
+    a = model(jnp.asarray([[1, 2, 3, 4]]))
+    b = model(jnp.asarray([[1, 2, 3, 19]]))
+    np.testing.assert_array_equal(a[:, :3], b[:, :3])
+    assert not np.array_equal(a[:, 3], b[:, 3])
+
+
+def test_rotate_turns_pairs_of_halves_by_position_over_wavelength():
+    # head_dim 4, theta 16: frequencies 1 and 1/4. Position 2 turns (x0, x2) by 2 and (x1, x3) by 1/2.
+    x = jnp.asarray([1.0, 1.0, 0.0, 0.0]).reshape(1, 1, 1, 4)
+    expected = [np.cos(2), np.cos(0.5), np.sin(2), np.sin(0.5)]
+    np.testing.assert_allclose(rotate(x, jnp.asarray([2]), 16.0).ravel(), expected, rtol=1e-6)
+
+
+def test_module_paths_are_a_checkpoints_and_every_tensor_has_a_place(tiny):
+    places = tiny.parameter_places()
+    assert len(places) == 3 * (2 + 6 + 1 + 8 * 3) + 3  # a layer's norms, attention, router and experts; 3 outside
+    assert places["model.layers.1.mlp.experts.3.up_proj.weight"] == Place("layers.1.mlp", "w13", (3, 1))
+    assert places["model.layers.2.mlp.experts.7.down_proj.weight"] == Place("layers.2.mlp", "w2", (7,))
+    assert places["model.layers.0.mlp.gate.weight"] == Place("layers.0.mlp", "router_weight")
+    assert places["model.layers.0.self_attn.q_norm.weight"] == Place("layers.0.self_attn.q_norm", "weight")
+    assert places["lm_head.weight"] == Place("lm_head", "weight")
+    assert isinstance(tiny.layers[0].mlp, FusedMoE)
+
+
+def test_recipe_covers_the_layers_and_rules_decide_before_it():
+    model = Decoder(
+        SMALL, recipe="int8_w8a16", rules=[(r"layers\.0\..*", None), (r".*\.o_proj|lm_head", "fp8_channel")]
+    )
+    recipes = {
+        ".".join(map(str, p)): m.recipe.name for p, m in nnx.iter_modules(model) if isinstance(m, Linear | FusedMoE)
+    }
+    assert recipes["layers.0.self_attn.o_proj"] == recipes["layers.0.mlp"] == "bf16"
+    assert recipes["layers.1.self_attn.o_proj"] == recipes["lm_head"] == "fp8_channel"
+    assert recipes["layers.1.self_attn.q_proj"] == recipes["layers.1.mlp"] == "int8_w8a16"
+    assert Decoder(SMALL, recipe="int8_w8a16").lm_head.recipe.name == "bf16"
+
+
+def test_an_abstract_quantized_decoder_takes_no_memory():
+    model = nnx.eval_shape(lambda: Decoder(SMALL, recipe="int4:group=8"))
+    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(nnx.state(model)))
+    assert isinstance(model.layers[0].mlp.w13, QuantizedParam)
+
+
+def test_tied_embeddings_serve_as_lm_head():
+    model = Decoder(dataclasses.replace(SMALL, tie_word_embeddings=True), param_dtype="float32", rngs=nnx.Rngs(0))
+    assert model.lm_head is None
+    assert "lm_head.weight" not in model.parameter_places()
+    untied = small()
+    for name in ("embed_tokens", "layers", "norm"):
+        setattr(untied, name, getattr(model, name))
+    untied.lm_head.set_weight(model.embed_tokens.weight.get_value())
+    tokens = jnp.asarray([[1, 2, 3]])
+    np.testing.assert_allclose(model(tokens), untied(tokens), rtol=1e-5, atol=1e-6)
+
+
+def test_dense_layers_have_a_plain_mlp():
+    model = Decoder(
+        dataclasses.replace(SMALL, dense_layers=(0,), intermediate_size=12), recipe="int8", rngs=nnx.Rngs(0)
+    )
+    assert model(jnp.asarray([[1, 2]])).shape == (1, 2, 20)
+    places = model.parameter_places()
+    assert places["model.layers.0.mlp.gate_proj.weight"] == Place("layers.0.mlp.gate_proj", "weight")
+    assert "model.layers.0.mlp.gate.weight" not in places
+    assert model.layers[0].mlp.down_proj.recipe.name == "int8"
+
+
+def test_attention_biases_are_added():
+    model = Decoder(dataclasses.replace(SMALL, attention_bias=True), param_dtype="float32", rngs=nnx.Rngs(0))
+    assert model.parameter_places()["model.layers.0.self_attn.o_proj.bias"] == Place(
+        "layers.0.self_attn.o_proj", "bias"
+    )
+    before = model(jnp.asarray([[1, 2]]))
+    model.layers[0].self_attn.o_proj.set_bias(jnp.ones((16,)))
+    assert not np.allclose(before, model(jnp.asarray([[1, 2]])))
+
+
+def test_loss_has_gradients_for_every_dense_parameter():
+    gradient = nnx.grad(lambda m: m.loss(jnp.asarray([[1, 2, 3, 4, 5]])))(small())
+    norms = [float(jnp.linalg.norm(g)) for g in jax.tree.leaves(gradient)]
+    assert len(norms) == 2 * (2 + 6 + 3) + 3
+    assert all(np.isfinite(n) and n > 0 for n in norms)
