@@ -73,10 +73,11 @@ class QTensor:
           ValueError: a shape that does not fit the scheme, or a part missing or too many.
         """
         data, scale = jnp.asarray(data), jnp.asarray(scale)
-        data, k = _as_storage(data, scheme, k)
-        scale = _scale_as_storage(scale, scheme)
+        global_scale, zero_point = (None if x is None else jnp.asarray(x) for x in (global_scale, zero_point))
         if data.ndim < 2:
             raise ValueError(f"data has shape {data.shape}, but a quantized array has at least two axes (..., N, K)")
+        data, k = _as_storage(data, scheme, k)
+        scale = _scale_as_storage(scale, scheme)
         batch, n = data.shape[:-2], data.shape[-2]
         grid = (*batch, *scale_grid((n, k), scheme.block))
         if scale.shape != grid:
@@ -188,26 +189,26 @@ def index_leading(tree: Any, index: Array | int) -> Any:
 def _as_storage(data: Array, scheme: Scheme, k: int | None) -> tuple[Array, int]:
     """Codes in the storage dtype, and K."""
     fmt = scheme.fmt
-    if fmt.bits == 4:
-        if data.dtype == jnp.float4_e2m1fn and scheme.format == "e2m1":
-            return bits.pack_nibbles(bits.e2m1_encode(data.astype(jnp.float32))), data.shape[-1]
-        if data.dtype == jnp.int4 and fmt is INT4 and not scheme.zero_point:
-            return bits.pack_nibbles((data.astype(jnp.int8) + INT4_OFFSET).astype(jnp.uint8)), data.shape[-1]
-        if data.dtype != jnp.uint8:
-            raise TypeError(
-                f"data has dtype {data.dtype}, but {scheme.format} codes are uint8, two to a byte"
-                + (", or an int4 array" if fmt is INT4 and not scheme.zero_point else "")
-                + (", or a float4_e2m1fn array" if scheme.format == "e2m1" else "")
-            )
+    nibbles = None
+    if data.dtype == jnp.float4_e2m1fn and scheme.format == "e2m1":
+        nibbles = bits.e2m1_encode(data.astype(jnp.float32))
+    elif data.dtype == jnp.int4 and fmt is INT4 and not scheme.zero_point:
+        nibbles = (data.astype(jnp.int8) + INT4_OFFSET).astype(jnp.uint8)
+    elif data.dtype != fmt.storage:
+        raise TypeError(
+            f"data has dtype {data.dtype}, but {scheme.format} codes are {jnp.dtype(fmt.storage).name}"
+            + (", two to a byte" if fmt.bits == 4 else "")
+            + (", or an int4 array" if fmt is INT4 and not scheme.zero_point else "")
+            + (", or a float4_e2m1fn array" if scheme.format == "e2m1" else "")
+        )
+    elif fmt.bits == 4:
         k = 2 * data.shape[-1] if k is None else k
         if -(-k // 2) != data.shape[-1]:
             raise ValueError(f"k={k} does not fit rows of {data.shape[-1]} bytes of two 4-bit codes")
         return data, k
-    if data.dtype != fmt.storage:
-        raise TypeError(f"data has dtype {data.dtype}, but {scheme.format} codes are {jnp.dtype(fmt.storage).name}")
     if k is not None and k != data.shape[-1]:
         raise ValueError(f"k={k} but data has rows of {data.shape[-1]}")
-    return data, data.shape[-1]
+    return (data if nibbles is None else bits.pack_nibbles(nibbles)), data.shape[-1]
 
 
 def _scale_as_storage(scale: Array, scheme: Scheme) -> Array:

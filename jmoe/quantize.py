@@ -19,13 +19,10 @@ from jax.experimental import checkify
 from jmoe import numerics
 from jmoe.config import config
 from jmoe.numerics import INT4_OFFSET
-from jmoe.qtensor import QTensor, expand, expand_axis, scale_grid
+from jmoe.qtensor import QTensor, expand, scale_grid
 from jmoe.scheme import Block, Recipe, Scheme, recipe
 from pallas_kernels import bits
 from pallas_kernels.layouts import CANONICAL
-
-NVFP4_RANGE = 6.0 * 448.0
-"""amax / 2688 is NVFP4's global multiplier: the largest e2m1 value times the largest e4m3 block scale."""
 
 _F32_TINY = float(np.finfo(np.float32).tiny)
 
@@ -86,30 +83,35 @@ def quantize(
         raise ValueError(f"scale is {state}, but the scheme ({scheme.describe()}) has static={scheme.static}")
     if scale is not None:
         scale = check_static_scale("scale", scale)
-        scale = jnp.broadcast_to(scale, np.broadcast_shapes(scale.shape, (1,) * x.ndim))
-    shared = tuple(sorted(axis % x.ndim for axis in shared))
-    if any(axis >= x.ndim - 2 for axis in shared):
-        raise ValueError(f"shared={shared} must name leading axes of x, which has shape {x.shape}")
-    quantized = _quantize(x, scale, scheme, shared)
+        rows = (*x.shape[:-1], 1)
+        if scale.ndim > x.ndim or any(s not in (1, r) for s, r in zip(scale.shape[::-1], rows[::-1], strict=False)):
+            raise ValueError(
+                f"scale has shape {scale.shape}, but x of shape {x.shape} takes one that broadcasts to {rows}"
+            )
+        scale = scale.reshape((1,) * (x.ndim - scale.ndim) + scale.shape)
+    if not all(-x.ndim <= axis < x.ndim and axis % x.ndim < x.ndim - 2 for axis in shared):
+        raise ValueError(f"shared={tuple(shared)} must name leading axes of x, which has shape {x.shape}")
+    quantized = _quantize(x, scale, scheme, tuple(sorted({axis % x.ndim for axis in shared})))
     return quantized.with_input_scheme(how.input) if isinstance(how, Recipe) else quantized
 
 
 def check_static_scale(name: str, scale: Array | float) -> Array:
     """``scale`` as float32, if it is finite and large enough to have a reciprocal.
 
-    Concrete values are checked at once; traced ones under ``jmoe.config(check=True)``, through checkify.
+    Concrete values are checked at once, also while tracing; traced ones under ``jmoe.config(check=True)``, through
+    checkify.
     """
-    scale = jnp.asarray(scale, jnp.float32)
     if isinstance(scale, jax.core.Tracer):
+        scale = scale.astype(jnp.float32)
         if config.check:
             good = jnp.all(jnp.isfinite(scale) & (scale >= _F32_TINY))
             checkify.check(good, f"{name} must be finite and positive")
         return scale
-    values = np.asarray(scale)
+    values = np.asarray(scale, np.float32)
     bad = values[~(np.isfinite(values) & (values >= _F32_TINY))]
     if bad.size:
         raise ValueError(f"{name} has the value {bad.flat[0]:g}, but a scale is finite and at least {_F32_TINY:g}")
-    return scale
+    return jnp.asarray(scale, jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -169,7 +171,7 @@ def _symmetric_scales(amax: Array, scheme: Scheme, given: Array | None, shared: 
     if scheme.global_scale is not None:
         return _two_level_scales(amax, scheme, given, shared)
     if given is not None:
-        effective = jnp.broadcast_to(jnp.maximum(given, _F32_TINY), (*amax.shape[:-2], *given.shape[-2:]))
+        effective = jnp.broadcast_to(jnp.maximum(given, _F32_TINY), amax.shape)
         return _Scales(effective, effective, None)
     if scheme.format == "e2m1":
         code = _shared_exponent(amax, scheme.scale_rounding)
@@ -204,7 +206,9 @@ def _rounded(scale: Array, scheme: Scheme) -> _Scales:
     if dtype == jnp.float32:
         return _Scales(scale, scale, None)
     info = jnp.finfo(dtype)
-    stored = jnp.clip(scale, float(info.smallest_normal), float(info.max)).astype(dtype)
+    # float16's subnormals are ordinary float32 numbers; bfloat16's are float32's own, which may flush to zero.
+    smallest = max(float(info.smallest_subnormal), _F32_TINY)
+    stored = jnp.clip(scale, smallest, float(info.max)).astype(dtype)
     return _Scales(stored, stored.astype(jnp.float32), None)
 
 
@@ -216,20 +220,24 @@ def _shared_exponent(amax: Array, rounding: str) -> Array:
 
 
 def _two_level_scales(amax: Array, scheme: Scheme, given: Array | None, shared: tuple[int, ...]) -> _Scales:
-    """NVFP4: block scales in e4m3 relative to a float32 multiplier."""
+    """NVFP4 and its like: block scales in e4m3 relative to a float32 multiplier.
+
+    The multiplier is amax over the largest value there is, that of the format times that of a block scale: 2688 for
+    e2m1.
+    """
+    unit = _reciprocal(scheme.fmt.max * numerics.E4M3.max)
     if given is not None:
         extents = (*amax.shape[:-2], given.shape[-2], 1)
         global_scale = jnp.broadcast_to(jnp.maximum(given, _F32_TINY), extents)
     elif scheme.global_scale == "token":
         row_amax = jnp.max(amax, axis=-1, keepdims=True, initial=0)
-        global_scale = jnp.maximum(row_amax, np.float32(1e-8)) * _reciprocal(NVFP4_RANGE)
+        global_scale = jnp.maximum(row_amax, np.float32(1e-8)) * unit
     else:
-        largest = jnp.max(amax, axis=(*shared, -2, -1), keepdims=True, initial=0) * _reciprocal(NVFP4_RANGE)
+        largest = jnp.max(amax, axis=(*shared, -2, -1), keepdims=True, initial=0) * unit
         largest = jnp.where(largest >= _F32_TINY, largest, jnp.float32(1))
         global_scale = jnp.broadcast_to(largest, (*amax.shape[:-2], 1, 1))
-    rows = expand_axis(amax, -2, scheme.block[0], global_scale.shape[-2])
     inverse = lax.optimization_barrier(1 / global_scale)
-    stored = bits.saturate(rows * _reciprocal(6.0) * inverse, jnp.float8_e4m3fn)
+    stored = bits.saturate(amax * _reciprocal(scheme.fmt.max) * inverse, jnp.float8_e4m3fn)
     return _Scales(stored, stored.astype(jnp.float32) * global_scale, global_scale)
 
 
@@ -237,7 +245,8 @@ def _asymmetric_scales(x: Array, scheme: Scheme) -> tuple[_Scales, Array]:
     """Scale and float32 zero point (0..levels) of unsigned codes."""
     levels = 2**scheme.fmt.bits - 1
     low, high = -_block_max(-x, scheme.block), _block_max(x, scheme.block)
-    scales = _rounded(jnp.maximum((high - low) * _reciprocal(levels), np.float32(1e-10)), scheme)
+    span = jnp.minimum(high - low, np.finfo(np.float32).max)
+    scales = _rounded(jnp.maximum(span * _reciprocal(levels), np.float32(1e-10)), scheme)
     inverse = lax.optimization_barrier(1 / scales.effective)
     return scales, jnp.clip(jnp.rint(-low * inverse), 0, levels)
 
@@ -271,8 +280,11 @@ def refine_blocks(q: QTensor, block: Block) -> QTensor:
       block: (rows, cols), each a divisor of q's (anything divides -1, the whole extent).
 
     Raises:
-      ValueError: a new block would straddle two of q's scales.
+      ValueError: a new block would straddle two of q's scales, or q is in a kernel's layout.
     """
+    if q.layout != CANONICAL:
+        raise ValueError(f"layout={q.layout.name!r}: blocks are refined in the canonical layout; unpack first")
+    scheme = q.scheme.replace(block=block)
     old = q.scheme.block
     n, k = q.shape[-2:]
     for new, current, extent in zip(block, old, (n, k), strict=True):
@@ -290,7 +302,6 @@ def refine_blocks(q: QTensor, block: Block) -> QTensor:
         return grid
 
     zero_point = None if q.zero_point is None else refine(q.zero_point)
-    scheme = q.scheme.replace(block=block)
     return QTensor(q.data, refine(q.scale), q.global_scale, zero_point, scheme, q.input_scheme, q.layout, q.odd_k)
 
 
