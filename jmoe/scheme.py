@@ -44,7 +44,9 @@ class Scheme:
             raise ValueError(f"scale_dtype={self.scale_dtype!r} is unknown; it is one of {', '.join(SCALE_DTYPES)}")
         pair = isinstance(self.block, tuple) and len(self.block) == 2
         if not pair or not all(type(b) is int and (b == -1 or b > 0) for b in self.block):
-            raise ValueError(f"block={self.block!r} must be (rows, cols), each positive or -1 for the whole extent")
+            raise ValueError(
+                f"block={self.block!r} must be two ints (rows, cols), each positive or -1 for the whole extent"
+            )
         for name in ("power_of_two", "zero_point", "static"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
@@ -162,7 +164,7 @@ def _fp8_w8a16(block: int | Block = 128, scale_dtype: str = "float32") -> tuple[
 
 def _int(fmt: str, group: int, zero_point: bool, scale_dtype: str) -> Scheme:
     if type(group) is not int or (group != -1 and group <= 0):
-        raise ValueError(f"group={group!r} must be positive, or -1 for one group over the whole of K")
+        raise ValueError(f"group={group!r} must be a positive int, or -1 for one group over the whole of K")
     return Scheme(format=fmt, block=(1, group), zero_point=zero_point, scale_dtype=scale_dtype)
 
 

@@ -96,7 +96,7 @@ def test_a_block_that_straddles_scales_is_refused(new):
 
 def test_refining_refuses_what_is_no_block_and_what_is_not_canonical():
     q = quantize(normal(10, 13), FP8)
-    with pytest.raises(ValueError, match=r"block=\(0, 6\) must be \(rows, cols\)"):
+    with pytest.raises(ValueError, match=r"block=\(0, 6\) must be two ints \(rows, cols\)"):
         refine_blocks(q, (0, 6))
     with pytest.raises(ValueError, match="layout='swizzled': blocks are refined in the canonical layout"):
         refine_blocks(packed(q), (2, 6))
