@@ -62,6 +62,10 @@ class Linear(nnx.Module):
       rngs: rng key; None leaves weight and bias zero, to be filled.
     """
 
+    weight_names = ("weight",)
+    bias_names = ("bias",)
+
+    layer: Array | None
     weight_input_scale: nnx.Variable | None
     bias: nnx.Variable | None
 

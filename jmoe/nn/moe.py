@@ -75,6 +75,10 @@ class FusedMoE(nnx.Module):
       rngs: rng key; None leaves all zero, to be filled.
     """
 
+    weight_names = ("w13", "w2")
+    bias_names = ("b13", "b2")
+
+    layer: Array | None
     w13_input_scale: nnx.Variable | None
     w2_input_scale: nnx.Variable | None
     b13: nnx.Variable | None

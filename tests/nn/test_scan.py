@@ -1,0 +1,164 @@
+"""scan_layers and stack_layers: equality with a Python loop, gradients, state, and memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jmoe
+from jmoe.nn import FusedMoE, Linear, scan_layers, stack_layers
+
+H, I, E, L = 16, 8, 4, 3
+ROUTING = jmoe.Routing(top_k=2, renormalize=True)
+
+
+class Block(nnx.Module):
+    """A norm's scale, a linear with a bias, and experts: something of every kind of variable."""
+
+    def __init__(self, recipe, seed):
+        rngs = nnx.Rngs(seed)
+        self.scale = nnx.Param(jax.random.normal(rngs.params(), (H,)))
+        self.proj = Linear(H, H, use_bias=True, recipe=recipe, param_dtype="float32", rngs=rngs)
+        self.proj.set_bias(jax.random.normal(rngs.params(), (H,)))
+        self.moe = FusedMoE(H, I, E, ROUTING, use_bias=True, recipe=recipe, param_dtype="float32", rngs=rngs)
+        self.moe.set_biases(jax.random.normal(rngs.params(), (E, 2, I)), jax.random.normal(rngs.params(), (E, H)))
+        if self.proj.weight_input_scale is not None:
+            self.proj.weight_input_scale.set_value(jnp.float32(0.01 * (seed + 1)))
+            self.moe.w2_input_scale.set_value(0.01 * jnp.arange(1, E + 1, dtype=jnp.float32))
+
+    def __call__(self, x):
+        x = x + self.proj(x * self.scale.get_value())
+        return x + self.moe(x)
+
+
+def blocks(recipe):
+    return [Block(recipe, seed) for seed in range(L)]
+
+
+def inputs():
+    return jax.random.normal(jax.random.key(7), (5, H))
+
+
+def loop(layers, carry):
+    for layer in layers:
+        carry = body(layer, carry)
+    return carry
+
+
+def body(layer, carry):
+    return {"x": layer(carry["x"]), "layers": carry["layers"] + 1}
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_tensor_static", "int4:group=8,zero_point"])
+def test_it_is_a_python_loop(recipe):
+    layers = blocks(recipe)
+    start = {"x": inputs(), "layers": 0}
+    expected = loop(layers, start)
+    stacked = stack_layers(layers)
+    result = jax.jit(lambda m, c: scan_layers(body, m, c))(stacked, start)
+    np.testing.assert_allclose(result["x"], expected["x"], rtol=1e-5, atol=1e-5)
+    assert int(result["layers"]) == L
+
+
+def test_stacked_variables_have_a_leading_axis_and_the_same_names():
+    layers = blocks("int4:group=8")
+    stacked = stack_layers(layers)
+    assert stacked.moe.w13.shape == (L, E, 2, I, H // 2)
+    assert stacked.moe.w13_scale.shape == (L, E, 2, I, 2)
+    assert stacked.proj.bias.shape == (L, H)
+    assert stacked.proj.qweight.shape == (L, H, H)
+    np.testing.assert_array_equal(stacked.proj.weight.get_value()[1], layers[1].proj.weight.get_value())
+
+
+@pytest.mark.parametrize("slice_params", [False, True])
+def test_gradients_are_those_of_the_loop(slice_params):
+    layers = blocks("bf16")
+
+    def by_loop(state):
+        return jnp.sum(loop(layers_from(state), {"x": inputs(), "layers": 0})["x"] ** 2)
+
+    def layers_from(state):
+        return [nnx.merge(graphdef, jax.tree.map(lambda leaf, i=i: leaf[i], state)) for i in range(L)]
+
+    def by_scan(state):
+        stacked = nnx.merge(graphdef, state)
+        return jnp.sum(scan_layers(body, stacked, {"x": inputs(), "layers": 0}, slice_params=slice_params)["x"] ** 2)
+
+    graphdef, state = nnx.split(stack_layers(layers))
+    expected, found = jax.jit(jax.grad(by_loop))(state), jax.jit(jax.grad(by_scan))(state)
+    # Relative to each array: its small entries are differences of large ones.
+    errors = jax.tree.map(lambda a, b: float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)), found, expected)
+    assert max(jax.tree.leaves(errors)) < 1e-5
+
+
+def test_variables_that_the_body_changes_are_kept_in_the_stacked_module():
+    class Counted(nnx.Module):
+        def __init__(self, start):
+            self.proj = Linear.from_dense(jnp.eye(2))
+            self.seen = nnx.BatchStat(jnp.asarray(start))
+
+        def __call__(self, x):
+            self.seen.set_value(self.seen.get_value() + jnp.sum(x))
+            return self.proj(x) * 2
+
+    stacked = stack_layers([Counted(0.0), Counted(10.0), Counted(20.0)])
+    y = scan_layers(lambda layer, x: layer(x), stacked, jnp.ones((2,)))
+    assert y.tolist() == [8, 8]
+    assert stacked.seen.get_value().tolist() == [2, 14, 28]
+
+
+def test_changing_a_weight_or_adding_a_variable_is_refused():
+    stacked = stack_layers([Linear.from_dense(jnp.eye(2))] * 2)
+
+    def scales(layer, x):
+        layer.weight.set_value(layer.weight.get_value() * 2)
+        return x
+
+    def adds(layer, x):
+        layer.extra = nnx.Param(x)
+        return x
+
+    with pytest.raises(ValueError, match="body changes weight, a weight that is shared by all steps"):
+        scan_layers(scales, stacked, jnp.ones((2,)))
+    with pytest.raises(ValueError, match="body adds the variable extra"):
+        scan_layers(adds, stacked, jnp.ones((2,)))
+
+
+def test_layers_that_differ_are_not_stacked():
+    with pytest.raises(ValueError, match="layers is empty"):
+        stack_layers([])
+    with pytest.raises(
+        ValueError, match=r"layers\[1\] differs from layers\[0\]: weight is bfloat16\[3, 2\], not bfloat16\[2, 2\]"
+    ):
+        stack_layers([Linear(2, 2), Linear(2, 3)])
+    with pytest.raises(
+        ValueError,
+        match=r"layers\[1\] differs from layers\[0\]: weight_scale is float32\[2, 1\], not absent|weight is int8",
+    ):
+        stack_layers([Linear(2, 2), Linear(2, 2, recipe="int8")])
+    with pytest.raises(ValueError, match=r"layers\[1\] differs from layers\[0\] in structure"):
+        stack_layers([Linear(2, 2), Linear(2, 2, activation="silu")])
+
+
+def test_a_module_that_is_not_stacked_is_refused():
+    layer = stack_layers([Linear(2, 2, use_bias=True)] * 3)
+    layer.set_bias(jnp.ones((4, 2)))
+    with pytest.raises(ValueError, match=r"leading axes are not one extent \(bias: 4, weight: 3\)"):
+        scan_layers(lambda layer, x: layer(x), layer, jnp.ones((2,)))
+
+
+def test_no_step_copies_a_layers_experts():
+    hidden, intermediate, experts, layers = 256, 128, 16, 4
+    one = FusedMoE(hidden, intermediate, experts, ROUTING, recipe="int8_w8a16", implementation="xla")
+    stacked = nnx.eval_shape(lambda: stack_layers([one] * layers))
+    bytes_of_one = experts * 2 * intermediate * hidden
+
+    def run(state, x):
+        return scan_layers(lambda layer, x: layer(x), nnx.merge(graphdef, state), x)
+
+    graphdef, state = nnx.split(stacked)
+    x = jax.ShapeDtypeStruct((2, hidden), jnp.float32)
+    compiled = jax.jit(run).lower(state, x).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < bytes_of_one
+    assert f"s8[{experts},2,{intermediate},{hidden}]" not in compiled.as_text()
