@@ -1,0 +1,267 @@
+"""``load_model``: a whole checkpoint as a model."""
+
+import contextlib
+import functools
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from jmoe.checkpoint import reader
+from jmoe.checkpoint.experts import expert_prefix
+from jmoe.checkpoint.methods import CheckpointError
+from jmoe.checkpoint.methods.base import where
+from jmoe.checkpoint.reader import CONFIG_FILE, Checkpoint
+from jmoe.checkpoint.weights import (
+    Device,
+    host_tensor,
+    load_bias,
+    load_expert_scales,
+    load_experts,
+    load_input_scale,
+    load_linear,
+    place_array,
+)
+from jmoe.models import Decoder, DecoderConfig
+from jmoe.models.decoder import Place, Rules
+from jmoe.nn import FusedMoE, Linear, param
+from jmoe.nn.experts import quantize_experts
+from jmoe.qtensor import QTensor
+from jmoe.quantize import quantize
+from jmoe.scheme import Recipe
+
+# Tensors that files carry and the model makes itself.
+_COMPUTED = re.compile(r"(.+\.)?rotary_emb\.inv_freq")
+
+_SECONDS_BEFORE_PROGRESS = 1.0
+
+
+def load_model(
+    path: str | os.PathLike[str] | Checkpoint,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    rules: Rules | None = None,
+    weight_only: bool = False,
+    implementation: str | None = None,
+    device: Device = None,
+) -> Decoder:
+    """The model of a checkpoint, its weights quantized as the checkpoint has them.
+
+    Every tensor of the checkpoint is accounted for before any is read: it has a place in the model, the model has no
+    use for it (rotary frequencies, scales of a KV cache, the lm_head of tied embeddings), or it is an error. Weights
+    are then streamed: beyond the model, memory holds one stacked tensor.
+
+    Args:
+      path: a checkpoint's folder or file, or what ``open`` made of it.
+      dtype: what is computed in, and what weights that are not quantized are held in (the router keeps the file's).
+      rules: (regular expression, recipe or None) pairs on the model's module paths; the first that matches the whole
+        path decides, and quantizes a weight that the checkpoint has unquantized as it is loaded; None leaves it alone.
+      weight_only: leave activations alone, whatever the checkpoint or rules say of them.
+      implementation: of the products, by name; None lets the selector choose.
+      device: where to: what ``jax.device_put`` takes, or a function of a variable's path (``layers.0.mlp.w13_scale``)
+        and shape that gives such a thing, for instance a sharding.
+
+    Returns:
+      A ``jmoe.models.Decoder``.
+
+    Raises:
+      CheckpointError: no model of that kind, tensors missing, unknown or of another shape than the configuration says,
+        or as for ``load_linear`` and ``load_experts``.
+      ValueError: a rule for a weight that the checkpoint has quantized otherwise, or with a given activation scale that
+        the checkpoint has not; TypeError: a dtype that nothing is computed in.
+    """
+    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise TypeError(f"dtype={jnp.dtype(dtype)} must be bfloat16, float16 or float32")
+    with contextlib.ExitStack() as stack:
+        checkpoint = path if isinstance(path, Checkpoint) else stack.enter_context(reader.open(path))
+        model = _empty_model(checkpoint, dtype, rules or (), implementation)
+        modules = {".".join(map(str, keys)): module for keys, module in nnx.iter_modules(model)}
+        places = model.parameter_places()
+        _check_complete(checkpoint, places, model.config.tie_word_embeddings)
+        _check_shapes(checkpoint, places, modules)
+        advance = stack.enter_context(_progress(checkpoint))
+        loader = _Loader(checkpoint, dtype, weight_only, device)
+        done = set()
+        for name, place in places.items():
+            source = name.rpartition(".")[0]
+            unit = (place.path, expert_prefix(source) or source)
+            if unit not in done:
+                done.add(unit)
+                loader.fill(modules[place.path], place, unit[1], stacked=bool(place.index))
+                advance(_nbytes(checkpoint, unit[1]))
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(nnx.state(model)))
+    return model
+
+
+class _Loader:
+    """Fills modules of a model from a checkpoint."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: jax.typing.DTypeLike, weight_only: bool, device: Device) -> None:
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self._weight_only = weight_only
+        self._device = device
+
+    def fill(self, module: nnx.Module, place: Place, source: str, *, stacked: bool) -> None:
+        """Loads the checkpoint's ``source``, a module or the experts below a prefix, into the model's ``module``."""
+        if stacked:
+            assert isinstance(module, FusedMoE)
+            self._fill_experts(module, place.path, source)
+        elif isinstance(module, Linear):
+            self._fill_linear(module, place.path, source)
+        else:
+            # A router's logits are float32 whatever its weight is in, so it is not rounded.
+            dtype = None if isinstance(module, FusedMoE) else self._dtype
+            host = host_tensor(self._checkpoint, f"{source}.weight", dtype)
+            param.assign(module, place.name, place_array(place.name, host, self._device_for(place.path)))
+
+    def _fill_linear(self, module: Linear, path: str, source: str) -> None:
+        device = self._device_for(path)
+        weight = load_linear(self._checkpoint, source, dtype=self._dtype, device=device)
+        weight = self._as_ruled(path, module.recipe, weight, quantize)
+        scale = load_input_scale(self._checkpoint, source) if _is_static(weight) else None
+        module.set_weight(weight, input_scale=scale)
+        if module.bias is not None:
+            module.set_bias(load_bias(self._checkpoint, source, dtype=self._dtype, device=device))
+
+    def _fill_experts(self, module: FusedMoE, path: str, prefix: str) -> None:
+        target, device = module.recipe, self._device_for(path)
+        w13, w2 = load_experts(self._checkpoint, prefix, dtype=self._dtype, device=device)
+        w13 = self._as_ruled(path, target, w13, functools.partial(quantize_experts, first=True))
+        w2 = self._as_ruled(path, target, w2, functools.partial(quantize_experts, first=False))
+        input_scale, intermediate_scale = load_expert_scales(self._checkpoint, prefix)
+        module.set_w13(w13, input_scale=input_scale if _is_static(w13) else None)
+        module.set_w2(w2, input_scale=intermediate_scale if _is_static(w2) else None)
+
+    def _device_for(self, path: str) -> Device:
+        """``device`` for the variables of the module at ``path``."""
+        whole = self._device
+        return (lambda name, shape: whole(f"{path}.{name}", shape)) if callable(whole) else whole
+
+    def _as_ruled(
+        self, path: str, target: Recipe, weight: QTensor | Array, quantizer: Callable[[Array, Recipe], QTensor | Array]
+    ) -> QTensor | Array:
+        """A loaded weight as a rule wants it: ``target`` is unquantized where no rule says otherwise."""
+        if target.weight is not None:
+            scheme = weight.scheme if isinstance(weight, QTensor) else None
+            if scheme not in (None, target.weight):
+                raise ValueError(
+                    f"rules give {path} the recipe {target.name!r}, but the checkpoint has it as {weight!r}"
+                )
+            given = weight.input_scheme if isinstance(weight, QTensor) else None
+            if target.input is not None and target.input.static and given != target.input:
+                raise ValueError(
+                    f"rules give {path} the recipe {target.name!r}, whose activation scale is a given one, and the "
+                    "checkpoint has none: load it otherwise, then calibrate"
+                )
+            if isinstance(weight, QTensor):
+                weight = weight.with_input_scheme(target.input)
+            else:
+                weight = quantizer(weight, target)
+        return weight.with_input_scheme(None) if self._weight_only and isinstance(weight, QTensor) else weight
+
+
+def _is_static(weight: QTensor | Array) -> bool:
+    """Whether the activation that meets the weight has a given scale."""
+    return isinstance(weight, QTensor) and weight.input_scheme is not None and weight.input_scheme.static
+
+
+def _empty_model(
+    checkpoint: Checkpoint, dtype: jax.typing.DTypeLike, rules: Rules, implementation: str | None
+) -> Decoder:
+    """The model without memory; rules have given their recipes to its modules."""
+    try:
+        config = DecoderConfig.from_hf(checkpoint.text_config)
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.path / CONFIG_FILE}: {error}") from error
+    return nnx.eval_shape(lambda: Decoder(config, rules=rules, param_dtype=dtype, implementation=implementation))
+
+
+def _check_complete(checkpoint: Checkpoint, places: dict[str, Place], tied: bool) -> None:
+    """Every tensor has a place or is known to be of no use, and every place has its tensors."""
+    missing = []
+    wanted: dict[str, set[str]] = {}
+    for name in places:
+        module, _, leaf = name.rpartition(".")
+        leaves = wanted.setdefault(module, set())
+        if leaf == "weight":
+            leaves.update(("weight", *checkpoint.method.leaves))
+            found = checkpoint.has_weight(module)
+        else:
+            leaves.add(leaf)
+            found = name in checkpoint.tensors
+        if not found:
+            missing.append(name)
+    if missing:
+        raise CheckpointError(f"{checkpoint.path}: lacks {_list(missing)}, which the model has")
+    unknown = [
+        name
+        for module, leaves in checkpoint.leaves.items()
+        for leaf, name in leaves.items()
+        if leaf not in wanted.get(module, ()) and not _COMPUTED.fullmatch(name) and not (tied and module == "lm_head")
+    ]
+    if unknown:
+        raise CheckpointError(f"{checkpoint.path}: holds {_list(unknown)}, for which the model has no place")
+
+
+def _check_shapes(checkpoint: Checkpoint, places: dict[str, Place], modules: dict[str, nnx.Module]) -> None:
+    """Shapes from the headers against those of the model, which follow from the configuration."""
+    for name, place in places.items():
+        module, _, leaf = name.rpartition(".")
+        shape = checkpoint.shape_for(module) if leaf == "weight" else checkpoint.tensors[name].shape
+        expected = _shape_in_model(modules[place.path], place.name)[len(place.index) :]
+        if shape != expected:
+            stored = name if name in checkpoint.tensors else next(iter(checkpoint.leaves[module].values()))
+            info = checkpoint.tensors[stored]
+            raise CheckpointError(f"{where(info)} has shape {shape}, expected {expected} as {CONFIG_FILE} says")
+
+
+def _shape_in_model(module: nnx.Module, name: str) -> tuple[int, ...]:
+    if isinstance(module, Linear) and name == "weight":
+        return tuple(module.qweight.shape)
+    if isinstance(module, FusedMoE) and name in ("w13", "w2"):
+        return tuple((module.qw13 if name == "w13" else module.qw2).shape)
+    return tuple(getattr(module, name).get_raw_value().shape)
+
+
+def _list(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def _nbytes(checkpoint: Checkpoint, source: str) -> int:
+    """Bytes of a module in the files, or of all modules below an experts' prefix."""
+    if source in checkpoint.expert_prefixes:
+        modules = list(checkpoint.experts(source).modules())
+    else:
+        modules = [source]
+    return sum(checkpoint.tensors[name].nbytes for module in modules for name in checkpoint.leaves[module].values())
+
+
+@contextlib.contextmanager
+def _progress(checkpoint: Checkpoint) -> Iterator[Callable[[int], None]]:
+    """A function that counts bytes; where stderr is a terminal and it takes a while, a bar shows them."""
+    total = sum(info.nbytes for info in checkpoint.tensors.values())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    task = bar.add_task(checkpoint.path.name, total=total)
+    visible, since = sys.stderr.isatty(), time.monotonic()
+
+    def advance(count: int) -> None:
+        bar.advance(task, count)
+        if visible and time.monotonic() - since > _SECONDS_BEFORE_PROGRESS:
+            bar.start()
+
+    try:
+        yield advance
+    finally:
+        if visible:
+            bar.stop()

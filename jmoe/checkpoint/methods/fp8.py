@@ -1,0 +1,170 @@
+"""``quant_method: "fp8"``: e4m3 weights with one scale a block (DeepSeek, Qwen3, MiniMax, GLM) or one a tensor.
+
+Values are ``e4m3 * scale``: the common name ``weight_scale_inv`` notwithstanding, scales multiply. The block comes from
+``weight_block_size`` and nothing else: with ragged last blocks it does not follow from shapes. The scale's dtype comes
+from its tensor, because ``scale_fmt: "ue8m0"`` occurs with float32 and with e8m0 scales alike; the setting itself is
+obeyed for activations.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any, Self
+
+import ml_dtypes
+import numpy as np
+
+from jmoe.checkpoint.methods.base import (
+    SCALE_DTYPES,
+    CheckpointError,
+    HostWeight,
+    Method,
+    ModuleList,
+    Tensors,
+    host_qtensor,
+    present_leaves,
+    read_scale,
+    register,
+    require_grid,
+    where,
+)
+from jmoe.checkpoint.methods.none import unquantized_recipe
+from jmoe.checkpoint.safetensors import TensorInfo
+from jmoe.qtensor import scale_grid
+from jmoe.scheme import Block, Recipe, Scheme, recipe_of
+
+_WEIGHT_SCALES = ("weight_scale_inv", "weight_scale", "scale")
+_INPUT_SCALES = ("input_scale", "activation_scale")
+_IGNORE_KEYS = ("ignored_layers", "modules_to_not_convert")
+_PER_TENSOR: Block = (-1, -1)
+
+
+@register("fp8")
+class Fp8(Method):
+    """E4M3 weights in blocks or per tensor, activations e4m3 too, their scales measured or (per tensor) given."""
+
+    leaves = ("weight", *_WEIGHT_SCALES, *_INPUT_SCALES)
+
+    def __init__(self, *, block: Block, static: bool, power_of_two: bool, ignored: Mapping[str, str]) -> None:
+        self._block = block
+        self._static = static
+        self._ignored = ModuleList(ignored)
+        self._keys = dict(ignored)  # entry -> the key it stands under
+        if block == _PER_TENSOR:
+            self._input = Scheme(format="e4m3", block=_PER_TENSOR, static=static)
+        else:
+            self._input = Scheme(format="e4m3", block=(1, block[1]), power_of_two=power_of_two)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        if (algo := config.get("quant_algo")) is not None:
+            raise CheckpointError(f"has quant_method 'fp8' with quant_algo {algo!r}, a mixture that is not supported")
+        if (fmt := config.get("fmt") or "e4m3") not in ("e4m3", "float8_e4m3fn"):
+            raise CheckpointError(f"has fmt {fmt!r}, expected 'e4m3'")
+        if (scale_fmt := config.get("scale_fmt")) not in (None, "float", "ue8m0"):
+            raise CheckpointError(f"has scale_fmt {scale_fmt!r}, expected 'ue8m0' or none")
+        scheme = config.get("activation_scheme") or "dynamic"
+        if scheme not in ("dynamic", "static"):
+            raise CheckpointError(f"has activation_scheme {scheme!r}, expected 'dynamic' or 'static'")
+        block = _block_of(config.get("weight_block_size"))
+        if scheme == "static" and block != _PER_TENSOR:
+            raise CheckpointError(
+                f"has activation_scheme 'static' with weight_block_size {list(block)}, expected 'dynamic' with blocks"
+            )
+        if scale_fmt == "ue8m0" and block == _PER_TENSOR:
+            raise CheckpointError("has scale_fmt 'ue8m0' without weight_block_size, expected it only with blocks")
+        ignored: dict[str, str] = {}
+        for key in _IGNORE_KEYS:
+            entries = config.get(key) or ()
+            if not isinstance(entries, (list, tuple)) or not all(isinstance(entry, str) for entry in entries):
+                raise CheckpointError(f"has {key} {entries!r}, expected a list of names")
+            ignored.update(dict.fromkeys(entries, key))
+        return cls(block=block, static=scheme == "static", power_of_two=scale_fmt == "ue8m0", ignored=ignored)
+
+    def is_quantized(self, leaves: Collection[str]) -> bool:
+        # A norm's only parameter, or a KV cache's, may be called scale as well.
+        return not {"weight_scale_inv", "weight_scale"}.isdisjoint(leaves) or {"scale", "weight"} <= set(leaves)
+
+    def ignored_by(self, module: str) -> str | None:
+        entry = self._ignored.find(module)
+        return None if entry is None else f"{self._keys[entry]} entry {entry!r}"
+
+    def recipe_for(self, module: str, present: Mapping[str, TensorInfo]) -> Recipe:
+        scale = _only(present, _WEIGHT_SCALES)
+        weight = present.get("weight")
+        if scale is None:
+            if weight is not None and weight.dtype == "F8_E4M3":
+                raise CheckpointError(
+                    f"{where(weight)} is F8_E4M3, but its scale is missing, expected "
+                    f"one of {', '.join(f'{module}.{leaf}' for leaf in _WEIGHT_SCALES)}"
+                )
+            return unquantized_recipe(module, present)
+        if weight is None:
+            raise CheckpointError(f"{where(scale)} is a scale, but {module + '.weight'!r} is missing")
+        if weight.dtype != "F8_E4M3":
+            raise CheckpointError(f"{where(weight)} has dtype {weight.dtype}, expected F8_E4M3 beside {scale.name!r}")
+        if (ignored := self.ignored_by(module)) is not None:
+            raise CheckpointError(
+                f"{where(weight)} is F8_E4M3 with the scale {scale.name!r}, but the configuration's {ignored} "
+                "says that it is not quantized"
+            )
+        if scale.dtype not in SCALE_DTYPES:
+            raise CheckpointError(f"{where(scale)} has dtype {scale.dtype}, expected one of {', '.join(SCALE_DTYPES)}")
+        require_grid(scale, weight, self._block)
+        self._check_input_scale(module, weight, _only(present, _INPUT_SCALES))
+        scheme = Scheme(format="e4m3", block=self._block, scale_dtype=SCALE_DTYPES[scale.dtype])
+        return recipe_of(scheme, self._input)
+
+    def _check_input_scale(self, module: str, weight: TensorInfo, scale: TensorInfo | None) -> None:
+        if not self._static:
+            if scale is not None:
+                raise CheckpointError(
+                    f"{where(scale)} is a given activation scale, but the configuration says activation_scheme "
+                    "'dynamic'"
+                )
+            return
+        if scale is None:
+            raise CheckpointError(
+                f"{where(weight)} has no activation scale, expected one of "
+                f"{', '.join(f'{module}.{leaf}' for leaf in _INPUT_SCALES)} since the configuration says "
+                "activation_scheme 'static'"
+            )
+        if scale.shape not in ((), (1,)) or scale.dtype not in ("F32", "BF16", "F16"):
+            raise CheckpointError(f"{where(scale)} is {scale.dtype} of shape {scale.shape}, expected one F32 number")
+
+    def load_weight(self, tensors: Tensors, module: str) -> HostWeight:
+        present = present_leaves(tensors.tensors, module, self.leaves)
+        found = self.recipe_for(module, present)
+        if found.weight is None:
+            return tensors.read(f"{module}.weight")
+        data = tensors.read(f"{module}.weight")
+        scale = _only(present, _WEIGHT_SCALES)
+        assert scale is not None and data.dtype == ml_dtypes.float8_e4m3fn
+        n, k = data.shape
+        grid = read_scale(tensors, scale.name).reshape(scale_grid((n, k), self._block))
+        return host_qtensor(data, grid, found.weight, found.input)
+
+    def load_input_scale(self, tensors: Tensors, module: str) -> np.float32 | None:
+        present = present_leaves(tensors.tensors, module, self.leaves)
+        if self.recipe_for(module, present).input is None or not self._static:
+            return None
+        scale = _only(present, _INPUT_SCALES)
+        assert scale is not None
+        return np.float32(read_scale(tensors, scale.name).reshape(()))
+
+
+def _block_of(size: object) -> Block:
+    """``weight_block_size`` as a block; without one the whole tensor has one scale."""
+    if size is None:
+        return _PER_TENSOR
+    if not isinstance(size, (list, tuple)) or len(size) != 2 or not all(type(b) is int and b > 0 for b in size):
+        raise CheckpointError(f"has weight_block_size {size!r}, expected two positive numbers (rows, columns)")
+    return size[0], size[1]
+
+
+def _only(present: Mapping[str, TensorInfo], leaves: tuple[str, ...]) -> TensorInfo | None:
+    """The one of these alternative names that is there."""
+    found = [present[leaf] for leaf in leaves if leaf in present]
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{where(found[0])} and {found[1].name!r} are two names of one scale, expected only one of them"
+        )
+    return found[0] if found else None

@@ -1,0 +1,341 @@
+"""Weights from a checkpoint to a device: one linear layer, or all experts of a layer stacked.
+
+Every byte is copied once into memory of our own, never aliased to the mapped file, and the file's pages are let go of
+right after, so that loading needs little more memory than what it loads.
+"""
+
+import gc
+from collections.abc import Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jmoe.checkpoint.experts import Experts
+from jmoe.checkpoint.methods import CheckpointError, HostWeight
+from jmoe.checkpoint.methods.base import FLOAT_DTYPES, where
+from jmoe.checkpoint.methods.none import UNQUANTIZED
+from jmoe.checkpoint.reader import Checkpoint
+from jmoe.qtensor import QTensor
+from jmoe.quantize import merge_shards
+
+Names = str | Sequence[str]
+
+Device = Any
+"""Where weights go: what ``jax.device_put`` takes, or a function (variable's name, shape) that gives such a thing."""
+
+_PARTS = {"data": "", "scale": "_scale", "global_scale": "_global_scale", "zero_point": "_zero_point"}
+
+
+def place_array(name: str, array: np.ndarray, device: Device) -> Array:
+    """Moves an array that nobody else writes to or keeps, and returns when the transfer is complete.
+
+    Only then is the host's memory free before more of it is filled.
+    """
+    target = device(name, array.shape) if callable(device) else device
+    placed = jax.block_until_ready(jax.device_put(array, target))
+    gc.collect(0)  # JAX lets go of the host's array at the next collection only
+    return placed
+
+
+def load_linear(
+    checkpoint: Checkpoint,
+    names: Names,
+    *,
+    weight_only: bool = False,
+    dtype: jax.typing.DTypeLike | None = None,
+    device: Device = None,
+) -> QTensor | Array:
+    """The weight of a linear layer, exactly as the checkpoint has it, as ``jmoe.linear`` takes it.
+
+    Args:
+      checkpoint: from ``open``.
+      names: the module, such as ``"model.layers.0.self_attn.o_proj"``; several are concatenated along N in this order,
+        each keeping its own scales exactly.
+      weight_only: leave the activation alone, whatever the checkpoint says of it.
+      dtype: cast a plain weight to this dtype; a quantized one has none to cast.
+      device: where to: what ``jax.device_put`` takes, or a function of a name (``weight``, ``weight_scale``, ...) and a
+        shape that gives such a thing.
+
+    Returns:
+      A QTensor (N, K), or an array where the module is not quantized.
+
+    Raises:
+      CheckpointError: tensors missing, of the wrong shape or dtype, a scale that is none, or modules that cannot be one
+        weight: quantized and not, or in different ways.
+    """
+    names = _as_names(names)
+    shards = [_load_one(checkpoint, name, weight_only, dtype, device) for name in names]
+    if len(shards) == 1:
+        return shards[0]
+    _check_alike(checkpoint, names, shards)
+    if isinstance(shards[0], QTensor):
+        return merge_shards(cast(list[QTensor], shards))
+    return jnp.concatenate(cast(list[Array], shards), axis=0)
+
+
+def load_bias(
+    checkpoint: Checkpoint, names: Names, *, dtype: jax.typing.DTypeLike | None = None, device: Device = None
+) -> Array | None:
+    """The bias (N,) that goes with ``load_linear`` of these modules; None if they have none.
+
+    Raises:
+      CheckpointError: some have one and some do not, or a shape or dtype that no bias has.
+    """
+    names = _as_names(names)
+    parts = [_host_bias(checkpoint, name) for name in names]
+    if all(part is None for part in parts):
+        return None
+    _require_all(checkpoint, "a bias", names, parts)
+    joined = np.concatenate(cast(list[np.ndarray], parts))
+    return place_array("bias", joined if dtype is None else joined.astype(jnp.dtype(dtype)), device)
+
+
+def load_input_scale(checkpoint: Checkpoint, names: Names) -> Array | None:
+    """The given activation scale float32 () that goes with ``load_linear`` of these modules: the largest of theirs.
+
+    None where the activation's scale is measured, or the activation is not quantized.
+    """
+    names = _as_names(names)
+    scales = [checkpoint.method.load_input_scale(checkpoint, name) for name in names]
+    if all(scale is None for scale in scales):
+        return None
+    _require_all(checkpoint, "an activation scale", names, scales)
+    return jnp.asarray(max(cast(list[np.float32], scales)), jnp.float32)
+
+
+def load_experts(
+    checkpoint: Checkpoint,
+    prefix: str,
+    *,
+    weight_only: bool = False,
+    dtype: jax.typing.DTypeLike | None = None,
+    device: Device = None,
+) -> tuple[QTensor | Array, QTensor | Array]:
+    """The experts of a layer, exactly as the checkpoint has them, as ``jmoe.fused_moe`` takes them.
+
+    Experts are streamed, one after another, into one host array for each part of the result; beyond the result itself
+    that is the largest amount of memory in use.
+
+    Args:
+      checkpoint: from ``open``.
+      prefix: what comes before the experts' numbers, such as ``"model.layers.0.mlp.experts"``.
+      weight_only, dtype, device: as for ``load_linear``.
+
+    Returns:
+      w13 (E, 2, I, H), half 0 gate and half 1 up, or (E, 1, I, H) for ungated experts; w2 (E, H, I).
+
+    Raises:
+      CheckpointError: as for ``load_linear``; no experts there, one missing, or experts that differ in shape or format.
+    """
+    experts = checkpoint.experts(prefix)
+    up, down = (experts.module(0, projection) for projection in (experts.names.up, experts.names.down))
+    if checkpoint.shape_for(down) != checkpoint.shape_for(up)[::-1]:
+        raise CheckpointError(
+            f"{_where(checkpoint, down)} has shape {checkpoint.shape_for(down)}, expected "
+            f"{checkpoint.shape_for(up)[::-1]} to match {up!r} of shape {checkpoint.shape_for(up)}"
+        )
+    w13 = _load_stack(checkpoint, experts, "w13", weight_only, dtype, device)
+    return w13, _load_stack(checkpoint, experts, "w2", weight_only, dtype, device)
+
+
+def load_expert_biases(
+    checkpoint: Checkpoint, prefix: str, *, dtype: jax.typing.DTypeLike | None = None, device: Device = None
+) -> tuple[Array | None, Array | None]:
+    """The biases b13 (E, halves, I) and b2 (E, H) of the experts of a layer; None where they have none."""
+    experts = checkpoint.experts(prefix)
+
+    def stack(name: str, projections: Sequence[str]) -> Array | None:
+        modules = _modules(experts, projections)
+        parts = [_host_bias(checkpoint, module) for module in modules]
+        if all(part is None for part in parts):
+            return None
+        _require_all(checkpoint, "a bias", modules, parts)
+        _check_same_length(checkpoint, modules, cast(list[np.ndarray], parts))
+        stacked = np.stack(cast(list[np.ndarray], parts))
+        if name == "b13":
+            stacked = stacked.reshape(experts.count, len(projections), -1)
+        return place_array(name, stacked if dtype is None else stacked.astype(jnp.dtype(dtype)), device)
+
+    return stack("b13", experts.names.halves), stack("b2", (experts.names.down,))
+
+
+def load_expert_scales(checkpoint: Checkpoint, prefix: str) -> tuple[Array | None, Array | None]:
+    """The given activation scales of a layer's experts: ``input_scale`` () and ``intermediate_scale`` (E,), float32.
+
+    The first product's x is quantised once, with the largest scale of all experts and halves; the second product's
+    input belongs to one expert and keeps its own. None where scales are measured.
+    """
+    experts = checkpoint.experts(prefix)
+    input_scale = load_input_scale(checkpoint, _modules(experts, experts.names.halves))
+    down = _modules(experts, (experts.names.down,))
+    scales = [checkpoint.method.load_input_scale(checkpoint, module) for module in down]
+    if all(scale is None for scale in scales):
+        return input_scale, None
+    _require_all(checkpoint, "an activation scale", down, scales)
+    return input_scale, jnp.asarray(np.stack(cast(list[np.float32], scales)))
+
+
+def _as_names(names: Names) -> list[str]:
+    names = [names] if isinstance(names, str) else list(names)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"names={names!r} must be the name of a module or a sequence of such names")
+    return names
+
+
+def _modules(experts: Experts, projections: Sequence[str]) -> list[str]:
+    return [experts.module(e, projection) for e in range(experts.count) for projection in projections]
+
+
+def host_tensor(checkpoint: Checkpoint, name: str, dtype: jax.typing.DTypeLike | None = None) -> np.ndarray:
+    """A copy of a plain float tensor of any shape, such as a norm's weight, cast to ``dtype`` if given."""
+    if name not in checkpoint.tensors:
+        raise CheckpointError(f"{checkpoint.path}: has no tensor {name!r}")
+    info = checkpoint.tensors[name]
+    if info.dtype not in FLOAT_DTYPES:
+        raise CheckpointError(f"{where(info)} has dtype {info.dtype}, expected {', '.join(FLOAT_DTYPES)}")
+    view = checkpoint.read(name)
+    copy = np.array(view, view.dtype if dtype is None else jnp.dtype(dtype))
+    checkpoint.release(name)
+    return copy
+
+
+def _host_bias(checkpoint: Checkpoint, module: str) -> np.ndarray | None:
+    """The bias (N,) of a module, checked against its weight."""
+    name = f"{module}.bias"
+    if name not in checkpoint.tensors:
+        return None
+    weight = checkpoint.tensors.get(f"{module}.weight")
+    info = checkpoint.tensors[name]
+    if len(info.shape) != 1 or (weight is not None and info.shape != weight.shape[:1]):
+        expected = "(N,)" if weight is None else str(weight.shape[:1])
+        raise CheckpointError(f"{where(info)} has shape {info.shape}, expected {expected}")
+    return host_tensor(checkpoint, name)
+
+
+def _host_weight(checkpoint: Checkpoint, module: str, weight_only: bool) -> HostWeight:
+    """A module's weight (N, K), whose leaves may be views of the file."""
+    if module not in checkpoint.leaves:
+        raise CheckpointError(f"{checkpoint.path}: has no tensor of a module {module!r}")
+    weight = checkpoint.method.load_weight(checkpoint, module)
+    if weight.ndim != 2:
+        raise CheckpointError(
+            f"{_where(checkpoint, module)} has shape {weight.shape}, expected the two axes (N, K) of a linear layer"
+        )
+    if weight_only and isinstance(weight, QTensor):
+        return weight.with_input_scheme(None)
+    return weight
+
+
+def _load_one(
+    checkpoint: Checkpoint, module: str, weight_only: bool, dtype: jax.typing.DTypeLike | None, device: Device
+) -> QTensor | Array:
+    host = _host_weight(checkpoint, module, weight_only)
+    structure, parts = _take_apart("weight", host)
+    plain = None if isinstance(host, QTensor) or dtype is None else jnp.dtype(dtype)
+    placed = [place_array(name, np.array(leaf, plain or leaf.dtype), device) for name, leaf in parts]
+    checkpoint.release_module(module)
+    return jax.tree.unflatten(structure, placed)
+
+
+def _load_stack(
+    checkpoint: Checkpoint,
+    experts: Experts,
+    name: str,
+    weight_only: bool,
+    dtype: jax.typing.DTypeLike | None,
+    device: Device,
+) -> QTensor | Array:
+    """``w13`` or ``w2`` of all experts, stacked on leading axes."""
+    projections = experts.names.halves if name == "w13" else (experts.names.down,)
+    lead = (experts.count, len(projections)) if name == "w13" else (experts.count,)
+    modules = _modules(experts, projections)
+    first = _host_weight(checkpoint, modules[0], weight_only)
+    plain = None if isinstance(first, QTensor) or dtype is None else jnp.dtype(dtype)
+    structure, parts = _take_apart(name, first)
+    buffers = [(part, np.empty((len(modules), *leaf.shape), plain or leaf.dtype)) for part, leaf in parts]
+    for i, module in enumerate(modules):
+        weight = _host_weight(checkpoint, module, weight_only)
+        _check_same_stack(checkpoint, modules[0], first, module, weight)
+        for (_, buffer), leaf in zip(buffers, jax.tree.leaves(weight), strict=True):
+            buffer[i] = leaf
+        checkpoint.release_module(module)
+    placed = []
+    while buffers:  # each is freed as soon as it has been moved
+        part, buffer = buffers.pop(0)
+        placed.append(place_array(part, buffer.reshape(*lead, *buffer.shape[1:]), device))
+        del buffer
+    return jax.tree.unflatten(structure, placed)
+
+
+def _take_apart(name: str, weight: HostWeight) -> tuple[Any, list[tuple[str, np.ndarray]]]:
+    """The structure of a host weight, and its leaves under the names that variables of modules have."""
+    structure = jax.tree.structure(weight)
+    if not isinstance(weight, QTensor):
+        return structure, [(name, weight)]
+    leaves = [(name + suffix, getattr(weight, part)) for part, suffix in _PARTS.items()]
+    return structure, [(part, leaf) for part, leaf in leaves if leaf is not None]
+
+
+def _check_same_stack(
+    checkpoint: Checkpoint, first_module: str, first: HostWeight, module: str, weight: HostWeight
+) -> None:
+    """Raises unless the weight's parts are those of the first, so that they can be entries of one stack."""
+    _check_alike(checkpoint, [first_module, module], [first, weight])
+    if _parts_of(weight) != _parts_of(first):
+        raise CheckpointError(
+            f"{_where(checkpoint, module)} loads as {_parts_of(weight)}, expected {_parts_of(first)} as for "
+            f"{first_module!r}"
+        )
+
+
+def _parts_of(weight: HostWeight) -> str:
+    return " with ".join(f"{leaf.dtype} {leaf.shape}" for leaf in jax.tree.leaves(weight))
+
+
+def _check_alike(checkpoint: Checkpoint, modules: Sequence[str], weights: Sequence[Any]) -> None:
+    """Raises unless all are plain, or all are quantized in one way and with the same K."""
+    first = weights[0]
+    for module, weight in zip(modules, weights, strict=True):
+        if _format(weight) != _format(first):
+            raise CheckpointError(
+                f"{checkpoint.path}: {module!r} is {_format(weight)}, but {modules[0]!r} is {_format(first)}: "
+                "they cannot be one weight"
+            )
+        if weight.shape[-1] != first.shape[-1]:
+            raise CheckpointError(
+                f"{_where(checkpoint, module)} has K = {weight.shape[-1]}, expected "
+                f"{first.shape[-1]} as {modules[0]!r} has"
+            )
+
+
+def _check_same_length(checkpoint: Checkpoint, modules: Sequence[str], biases: Sequence[np.ndarray]) -> None:
+    for module, bias in zip(modules, biases, strict=True):
+        if bias.shape != biases[0].shape:
+            raise CheckpointError(
+                f"{where(checkpoint.tensors[f'{module}.bias'])} has shape {bias.shape}, expected {biases[0].shape} as "
+                f"{modules[0]!r} has"
+            )
+
+
+def _where(checkpoint: Checkpoint, module: str) -> str:
+    """File and tensor of a module's weight, as errors begin; codes that are not called weight come first in it."""
+    leaves = checkpoint.leaves[module]
+    return where(checkpoint.tensors[leaves["weight"] if "weight" in leaves else next(iter(leaves.values()))])
+
+
+def _format(weight: Any) -> str:
+    if not isinstance(weight, QTensor):
+        return f"{UNQUANTIZED.describe()} ({weight.dtype})"
+    return weight.scheme.describe() + (f" x {weight.input_scheme.describe()}" if weight.input_scheme else "")
+
+
+def _require_all(checkpoint: Checkpoint, what: str, modules: Sequence[str], parts: Sequence[object]) -> None:
+    """Raises if some modules that belong together lack what others have."""
+    lacking = [module for module, part in zip(modules, parts, strict=True) if part is None]
+    if lacking:
+        raise CheckpointError(
+            f"{checkpoint.path}: {lacking[0]!r} has not {what}, though other modules of {modules[0]!r} have"
+        )
