@@ -21,6 +21,18 @@ def at_layer(tree: Any, layer: Array | None) -> Any:
     return tree if layer is None else index_leading(tree, layer)
 
 
+def zeros(shape: tuple[int, ...], like: Any) -> Array:
+    """float32 zeros that vary over the shard_map axes that any leaf of ``like`` varies over.
+
+    What a loop carries, or a branch returns, must vary over as many axes as what is computed from the arguments.
+    """
+    axes: set[str] = set()
+    for leaf in jax.tree.leaves(like):
+        axes |= jax.typeof(leaf).manual_axis_type.varying
+    empty = jnp.zeros(shape, jnp.float32)
+    return lax.pcast(empty, tuple(sorted(axes)), to="varying") if axes else empty
+
+
 def values(w: Weight) -> Array:
     """float32 values of a weight or an activation, quantized or not."""
     return w.dequantize() if isinstance(w, QTensor) else w.astype(jnp.float32)

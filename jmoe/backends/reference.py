@@ -52,7 +52,7 @@ def fused_moe(op: OpSpec, selection: Selection, args: MoEArgs) -> Array:
         he = intermediate(op, rows, a, e)
         return jnp.where((ids == e)[..., None], he[:, None, :], h)
 
-    h = lax.fori_loop(0, op.experts, first, jnp.zeros((tokens, k, op.intermediate), jnp.float32))
+    h = lax.fori_loop(0, op.experts, first, common.zeros((tokens, k, op.intermediate), args))
     h = round_intermediate(op, h.reshape(tokens * k, op.intermediate), a, slot_ids)
 
     def second(e: Array, y: Array) -> Array:
@@ -61,7 +61,7 @@ def fused_moe(op: OpSpec, selection: Selection, args: MoEArgs) -> Array:
             ye = ye + a.b2[e].astype(jnp.float32)
         return jnp.where((slot_ids == e)[:, None], ye, y)
 
-    y = lax.fori_loop(0, op.experts, second, jnp.zeros((tokens * k, op.hidden), jnp.float32))
+    y = lax.fori_loop(0, op.experts, second, common.zeros((tokens * k, op.hidden), args))
     weight = jnp.ones((tokens, k), jnp.float32) if op.weight_on_input else a.topk_weights
     return combine(y.reshape(tokens, k, op.hidden), weight, ids).astype(op.out_dtype)
 
@@ -77,7 +77,7 @@ def batched_experts(op: OpSpec, selection: Selection, args: BatchedArgs) -> Arra
     def first(e: Array, h: Array) -> Array:
         return h.at[e].set(intermediate(op, x[e], a, e))
 
-    h = lax.fori_loop(0, op.experts, first, jnp.zeros((op.experts, op.tokens, op.intermediate), jnp.float32))
+    h = lax.fori_loop(0, op.experts, first, common.zeros((op.experts, op.tokens, op.intermediate), args))
     h = jnp.where(valid[..., None], h, 0).reshape(rows, op.intermediate)
     h = round_intermediate(op, h, a, slot_ids).reshape(op.experts, op.tokens, op.intermediate)
 
@@ -85,7 +85,7 @@ def batched_experts(op: OpSpec, selection: Selection, args: BatchedArgs) -> Arra
         ye = matmul(h[e], common.values(index_leading(a.w2, e)))
         return y.at[e].set(ye if a.b2 is None else ye + a.b2[e].astype(jnp.float32))
 
-    y = lax.fori_loop(0, op.experts, second, jnp.zeros((op.experts, op.tokens, op.hidden), jnp.float32))
+    y = lax.fori_loop(0, op.experts, second, common.zeros((op.experts, op.tokens, op.hidden), args))
     return jnp.where(valid[..., None], y, 0).astype(op.out_dtype)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.custom_derivatives import SymbolicZero
 
 from jmoe.backends.select import IMPLEMENTATIONS, select
 from jmoe.backends.spec import BatchedArgs, LinearArgs, MoEArgs, OpSpec, Selection
@@ -49,10 +50,16 @@ def _run(op: OpSpec, selection: Selection, args: Args) -> Array:
     return getattr(IMPLEMENTATIONS[selection.implementation], _FUNCTIONS[op.op])(op, selection, args)
 
 
-@_differentiable.defjvp
 def _jvp(op: OpSpec, selection: Selection, primals: tuple[Args], tangents: tuple[Args]) -> tuple[Array, Array]:
     (args,), (directions,) = primals, tangents
-    active = {name: value for name, value in args._asdict().items() if _is_differentiable(value)}
+    out = _differentiable(op, selection, args)
+    active = {
+        name: value
+        for name, value in args._asdict().items()
+        if _is_differentiable(value) and _is_perturbed(getattr(directions, name))
+    }
+    if not active:
+        return out, jnp.zeros_like(out)
     weight_only_op = op.replace(
         recipe=_weight_only_recipe(op.recipe),
         second_recipe=None if op.second_recipe is None else _weight_only_recipe(op.second_recipe),
@@ -62,9 +69,26 @@ def _jvp(op: OpSpec, selection: Selection, primals: tuple[Args], tangents: tuple
     def weight_only(active: dict[str, Any]) -> Array:
         return _run(weight_only_op, selection, _weight_only(args._replace(**active)))
 
-    out = _differentiable(op, selection, args)
-    _, tangent = jax.jvp(weight_only, (active,), ({name: getattr(directions, name) for name in active},))
+    directions_of = {name: jax.tree.map(_instantiate, getattr(directions, name), is_leaf=_is_zero) for name in active}
+    _, tangent = jax.jvp(weight_only, (active,), (directions_of,))
     return out, tangent
+
+
+# Symbolic zeros: what nobody differentiates with respect to must not cost products with zeros.
+_differentiable.defjvp(_jvp, symbolic_zeros=True)
+
+
+def _is_zero(tangent: Any) -> bool:
+    return isinstance(tangent, SymbolicZero)
+
+
+def _is_perturbed(tangents: Any) -> bool:
+    """Whether any of an argument's tangents is not known to be zero."""
+    return not all(map(_is_zero, jax.tree.leaves(tangents, is_leaf=_is_zero)))
+
+
+def _instantiate(tangent: Any) -> Array:
+    return jnp.zeros(tangent.shape, tangent.dtype) if _is_zero(tangent) else tangent
 
 
 def _is_differentiable(value: Any) -> bool:
