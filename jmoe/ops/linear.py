@@ -61,7 +61,7 @@ def linear(
     lead = x.shape[:-1]
     tokens = math.prod(lead)
     index, layers = v.as_layer(layer, w)
-    bias = v.as_bias("bias", bias, (n,) if layers is None else (layers, n), "(N,)" if layers is None else "(L, N)")
+    bias = v.as_bias("bias", bias, (n,), "(N,)", layers)
     v.check_accumulation(accumulation)
     act = None if activation is None else as_activation(activation)
     if act is not None:

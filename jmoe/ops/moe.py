@@ -187,17 +187,16 @@ class _Experts:
         if self.halves not in (1, 2):
             raise ValueError(f"w13 has shape {tuple(w13.shape)}, but it is (E, halves, I, H) with one or two halves")
         self.layer, self.layers = v.as_layer(layer, w13)
-        stack = () if self.layers is None else (self.layers,)
-        shape = (self.count, self.hidden, self.intermediate)
-        if tuple(w2.shape) != stack + shape:
+        fitting, axes = v.stacked((self.count, self.hidden, self.intermediate), "(E, H, I)", self.layers)
+        if tuple(w2.shape) != fitting:
             raise ValueError(
-                f"w2 has shape {tuple(w2.shape)}, but w13 of shape {tuple(w13.shape)}, (E, halves, I, H), goes with "
-                f"(E, H, I) = {stack + shape}; weights are (out, in), not transposed"
+                f"w2 has shape {tuple(w2.shape)}, but w13 of shape {tuple(w13.shape)} goes with {axes} = {fitting}; "
+                "weights are (out, in), not transposed"
             )
         self.w13, self.recipe = v.with_recipe("w13", w13, recipe)
         self.w2, self.second = v.with_recipe("w2", w2, recipe)
-        self.b13 = v.as_bias("b13", b13, (*stack, *w13.shape[-4:-1]), "(E, halves, I)")
-        self.b2 = v.as_bias("b2", b2, (*stack, self.count, self.hidden), "(E, H)")
+        self.b13 = v.as_bias("b13", b13, w13.shape[-4:-1], "(E, halves, I)", self.layers)
+        self.b2 = v.as_bias("b2", b2, (self.count, self.hidden), "(E, H)", self.layers)
         self.activation = as_activation(activation)
         self.activation.check_halves(self.halves)
         self.params = v.as_activation_params(params, self.activation, self.count, self.halves)

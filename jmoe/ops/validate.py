@@ -95,12 +95,12 @@ def as_input(x: Any, recipe: Recipe, axes: str, quantized_axes: str) -> Array | 
     return x
 
 
-def as_bias(name: str, value: Any, shape: tuple[int, ...], meaning: str) -> Array | None:
-    """A bias, or None."""
+def as_bias(name: str, value: Any, shape: tuple[int, ...], axes: str, layers: int | None) -> Array | None:
+    """A bias of that shape, with one more axis in front where there are ``layers``; or None."""
     if value is None:
         return None
     value = as_floats(name, value)
-    check_shape(name, value, shape, meaning)
+    check_shape(name, value, *stacked(shape, axes, layers))
     return value
 
 
@@ -195,6 +195,11 @@ def dtypes(x: Array | QTensor, preferred: Any) -> tuple[str, str]:
         if out not in _FLOATS:
             raise TypeError(f"preferred_element_type={out} must be bfloat16, float16 or float32")
     return (out if isinstance(x, QTensor) else x.dtype.name), out
+
+
+def stacked(shape: tuple[int, ...], axes: str, layers: int | None) -> tuple[tuple[int, ...], str]:
+    """A shape and its axes with that of layers in front, where there are ``layers``."""
+    return (shape, axes) if layers is None else ((layers, *shape), f"(L, {axes[1:].replace(',)', ')')}")
 
 
 def check_shape(name: str, value: Array | QTensor, expected: tuple[int, ...], meaning: str) -> None:
