@@ -77,7 +77,8 @@ def select(
         try:
             plans[name] = module.plan(op_spec, spec, explicit=name == asked)
         except NotImplementedError as refusal:
-            refusals[name] = refusal
+            # Without its traceback, whose frames would keep the callers' arrays alive until a garbage collection.
+            refusals[name] = refusal.with_traceback(None)
     considered = tuple(
         Considered(name, name in plans, "" if name in plans else str(refusals[name])) for name in IMPLEMENTATIONS
     )

@@ -1,8 +1,6 @@
 """``Decoder``: a Qwen3-MoE decoder on jmoe's modules, so that a whole checkpoint can be judged."""
 
 import functools
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +12,9 @@ from jax import Array, lax
 
 from jmoe.models.config import DecoderConfig
 from jmoe.nn import FusedMoE, KVCache, Linear
+from jmoe.nn.rules import Rules as Rules
+from jmoe.nn.rules import decide, decide_all
 from jmoe.scheme import Recipe
-
-Rules = Sequence[tuple[str, Recipe | str | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +184,12 @@ class Decoder(nnx.Module):
     ) -> None:
         self.config = config
         self.dtype = jnp.dtype(param_dtype if dtype is None else dtype)
-        choose = functools.partial(_recipe_of, rules)
+        paths = []
+
+        def choose(path: str, default: Recipe | str) -> Recipe | str:
+            paths.append(path)
+            decision = decide(rules, path)
+            return default if decision.rule is None else decision.recipe or "bf16"
 
         def linear(path: str, in_features: int, out_features: int, default: Recipe | str, **options: Any) -> Linear:
             return Linear(
@@ -230,6 +233,7 @@ class Decoder(nnx.Module):
             self.lm_head = linear(
                 "lm_head", config.hidden_size, config.vocab_size, "bf16", preferred_element_type=jnp.float32
             )
+        decide_all(rules, paths)  # raises where a rule is of no use
 
     def __call__(self, tokens: Array) -> Array:
         """float32 logits (B, S, V) of tokens (B, S): entry s is about token s + 1."""
@@ -369,10 +373,3 @@ def rotate(x: Array, positions: Array, theta: float) -> Array:
 def _dot(subscripts: str, a: Array, b: Array) -> Array:
     """An einsum with float32 sums, and float32 operands taken as such."""
     return jnp.einsum(subscripts, a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-
-
-def _recipe_of(rules: Rules, path: str, default: Recipe | str) -> Recipe | str:
-    for pattern, recipe in rules:
-        if re.fullmatch(pattern, path):
-            return "bf16" if recipe is None else recipe
-    return default

@@ -66,6 +66,7 @@ class Linear(nnx.Module):
     bias_names = ("bias",)
 
     layer: Array | None
+    weight: nnx.Variable
     weight_input_scale: nnx.Variable | None
     bias: nnx.Variable | None
 
@@ -190,8 +191,8 @@ class Linear(nnx.Module):
             return
         if bias.shape[-1] != self.out_features:
             raise ValueError(f"bias has shape {tuple(bias.shape)}, but this layer has {self.out_features} features")
-        axes = (*(None,) * (bias.ndim - 1), self.sharding[0])
-        self.bias = param.variable(nnx.Param, bias, axes)
+        axes = self.sharding[:-1]
+        self.bias = param.variable(nnx.Param, bias, (*(None,) * (bias.ndim - len(axes)), *axes))
 
     def __call__(self, x: Array, out_sharding: Any = None) -> Array:
         """Applies the layer.
@@ -206,12 +207,15 @@ class Linear(nnx.Module):
         return constrain(self._apply(x), out_sharding)
 
     def _apply(self, x: Array) -> Array:
+        return self._product(x, self.qweight, param.value_of(self.bias), param.value_of(self.weight_input_scale))
+
+    def _product(self, x: Array, weight: Array | QTensor, bias: Array | None, input_scale: Array | None) -> Array:
         return ops.linear(
             x if self.dtype is None else x.astype(self.dtype),
-            self.qweight,
-            bias=param.value_of(self.bias),
+            weight,
+            bias=bias,
             activation=self.activation,
-            input_scale=param.value_of(self.weight_input_scale),
+            input_scale=input_scale,
             layer=self.layer,
             preferred_element_type=self.preferred_element_type,
             implementation=self.implementation,

@@ -79,6 +79,8 @@ class FusedMoE(nnx.Module):
     bias_names = ("b13", "b2")
 
     layer: Array | None
+    w13: nnx.Variable
+    w2: nnx.Variable
     w13_input_scale: nnx.Variable | None
     w2_input_scale: nnx.Variable | None
     b13: nnx.Variable | None

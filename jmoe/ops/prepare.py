@@ -1,0 +1,71 @@
+"""``prepare``: a weight in the arrangement that the kernels of a device want."""
+
+import math
+from typing import Literal
+
+import jax
+from jax import Array
+
+from jmoe.backends.activation import swiglu
+from jmoe.backends.select import select
+from jmoe.backends.spec import DeviceSpec, OpSpec
+from jmoe.config import config
+from jmoe.qtensor import QTensor
+from jmoe.scheme import recipe_of
+
+
+def prepare(
+    w: QTensor | Array,
+    *,
+    op: OpSpec | Literal["linear", "moe", "batched_experts"],
+    device: DeviceSpec | jax.Device | str | None = None,
+) -> QTensor | Array:
+    """``w`` in the layout that the implementation chosen for it reads without repacking; plain arrays stay.
+
+    There is one layout for a recipe and a device, good for any number of tokens, so weights are prepared once, when
+    they are loaded or quantized.
+
+    Args:
+      w: the weight, (..., N, K).
+      op: the operation it is for, by name or as an OpSpec.
+      device: what it is prepared for, here or not: a DeviceSpec, a JAX device, a known name; None is the current one.
+
+    Returns:
+      The same values.
+
+    Raises:
+      ValueError: ``w`` is in a layout already, and another one is wanted.
+    """
+    if not isinstance(w, QTensor):
+        return w
+    spec = op if isinstance(op, OpSpec) else _typical(w, op)
+    wanted = select(spec.replace(layout=w.layout), device).layout
+    if w.layout != wanted:
+        raise ValueError(
+            f"w is in the layout {w.layout.name!r}, but {wanted.name!r} is wanted here, and there is no way from one "
+            "to the other"
+        )
+    return w
+
+
+def _typical(w: QTensor, op: Literal["linear", "moe", "batched_experts"]) -> OpSpec:
+    """An operation of that kind on such a weight; the layout depends on recipe and device only."""
+    n, k = w.shape[-2:]
+    recipe = recipe_of(w.scheme, w.input_scheme)
+    if op == "linear":
+        return OpSpec(op=op, recipe=recipe, tokens=1, hidden=k, features=n, batch_invariant=config.batch_invariant)
+    if op not in ("moe", "batched_experts"):
+        raise ValueError(f"op={op!r} must be 'linear', 'moe', 'batched_experts' or an OpSpec")
+    experts = max(math.prod(w.shape[:-2]), 1)
+    return OpSpec(
+        op=op,
+        recipe=recipe,
+        tokens=1,
+        hidden=k,
+        intermediate=n,
+        experts=experts,
+        global_experts=experts,
+        top_k=1,
+        activation=swiglu(),
+        batch_invariant=config.batch_invariant,
+    )
