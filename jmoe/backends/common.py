@@ -9,11 +9,27 @@ from jax import Array, lax
 
 from jmoe.backends import activation as act
 from jmoe.backends.activation import Activation, ActivationParams
+from jmoe.backends.spec import DeviceSpec, OpSpec
 from jmoe.qtensor import QTensor, index_leading
 from jmoe.quantize import quantize
 from jmoe.scheme import Scheme
 
 Weight = Array | QTensor
+
+
+def has_fp4_activations(op: OpSpec) -> bool:
+    """Whether either product takes activations that are rounded to FP4."""
+    recipes = (op.recipe, op.second_recipe)
+    return any(r is not None and r.input is not None and r.input.format == "e2m1" for r in recipes)
+
+
+def check_emulation(op: OpSpec, device: DeviceSpec, name: str, *, explicit: bool) -> None:
+    """Raises NotImplementedError where a GPU without FP4 matrix units would emulate FP4 activations unasked."""
+    if has_fp4_activations(op) and device.platform == "cuda" and not device.has_fp4 and not explicit:
+        raise NotImplementedError(
+            f"FP4 activations need FP4 matrix units (compute capability 10.0), and {device.name} has none; "
+            f"they are emulated where implementation={name!r} asks for that by name"
+        )
 
 
 def at_layer(tree: Any, layer: Array | None) -> Any:

@@ -16,7 +16,12 @@ NAME = "reference"
 
 
 def plan(op: OpSpec, device: DeviceSpec, *, explicit: bool) -> Plan:
-    """Serves everything, everywhere."""
+    """Serves everything, everywhere; FP4 activations on a GPU that lacks FP4 matrix units only where asked by name.
+
+    Raises:
+      NotImplementedError: such an emulation was not asked for.
+    """
+    common.check_emulation(op, device, NAME, explicit=explicit)
     return Plan(accumulation="exact", note="float32 definition, every expert over every token: for checking, not speed")
 
 

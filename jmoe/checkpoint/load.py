@@ -48,6 +48,7 @@ def load_model(
     path: str | os.PathLike[str] | Checkpoint,
     *,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    param_dtype: jax.typing.DTypeLike | None = None,
     rules: Rules | None = None,
     weight_only: bool = False,
     implementation: str | None = None,
@@ -61,7 +62,8 @@ def load_model(
 
     Args:
       path: a checkpoint's folder or file, or what ``open`` made of it.
-      dtype: what is computed in, and what weights that are not quantized are held in (the router keeps the file's).
+      dtype: what is computed in.
+      param_dtype: what weights that are not quantized are held in (the router keeps the file's); dtype by default.
       rules: (regular expression, recipe or None) pairs on the model's module paths; the first that matches the whole
         path decides, and quantizes a weight that the checkpoint has unquantized as it is loaded; None leaves it alone.
       weight_only: leave activations alone, whatever the checkpoint or rules say of them.
@@ -78,17 +80,19 @@ def load_model(
       ValueError: a rule for a weight that the checkpoint has quantized otherwise, or with a given activation scale that
         the checkpoint has not; TypeError: a dtype that nothing is computed in.
     """
-    if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        raise TypeError(f"dtype={jnp.dtype(dtype)} must be bfloat16, float16 or float32")
+    param_dtype = dtype if param_dtype is None else param_dtype
+    for name, value in (("dtype", dtype), ("param_dtype", param_dtype)):
+        if jnp.dtype(value) not in (jnp.bfloat16, jnp.float16, jnp.float32):
+            raise TypeError(f"{name}={jnp.dtype(value)} must be bfloat16, float16 or float32")
     with contextlib.ExitStack() as stack:
         checkpoint = path if isinstance(path, Checkpoint) else stack.enter_context(reader.open(path))
-        model = _empty_model(checkpoint, dtype, rules or (), implementation)
+        model = _empty_model(checkpoint, dtype, param_dtype, rules or (), implementation)
         modules = {".".join(map(str, keys)): module for keys, module in nnx.iter_modules(model)}
         places = model.parameter_places()
         _check_complete(checkpoint, places, model.config.tie_word_embeddings)
         _check_shapes(checkpoint, places, modules)
         advance = stack.enter_context(_progress(checkpoint))
-        loader = _Loader(checkpoint, dtype, weight_only, device)
+        loader = _Loader(checkpoint, param_dtype, weight_only, device)
         done = set()
         for name, place in places.items():
             source = name.rpartition(".")[0]
@@ -175,14 +179,20 @@ def _is_static(weight: QTensor | Array) -> bool:
 
 
 def _empty_model(
-    checkpoint: Checkpoint, dtype: jax.typing.DTypeLike, rules: Rules, implementation: str | None
+    checkpoint: Checkpoint,
+    dtype: jax.typing.DTypeLike,
+    param_dtype: jax.typing.DTypeLike,
+    rules: Rules,
+    implementation: str | None,
 ) -> Decoder:
     """The model without memory; rules have given their recipes to its modules."""
     try:
         config = DecoderConfig.from_hf(checkpoint.text_config)
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path / CONFIG_FILE}: {error}") from error
-    return nnx.eval_shape(lambda: Decoder(config, rules=rules, param_dtype=dtype, implementation=implementation))
+    return nnx.eval_shape(
+        lambda: Decoder(config, rules=rules, dtype=dtype, param_dtype=param_dtype, implementation=implementation)
+    )
 
 
 def _check_complete(checkpoint: Checkpoint, places: dict[str, Place], tied: bool) -> None:

@@ -97,10 +97,16 @@ def test_what_needs_no_fp8_unit_is_not_refused_for_it(name):
 
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4_per_token", "mxfp4_a4"])
 def test_fp4_activations_need_fp4_matrix_units(name):
-    told = reason(LINEAR.replace(recipe=recipe(name)), "h200")
-    assert told == "FP4 activations need FP4 matrix units (compute capability 10.0), and NVIDIA H200 has none"
+    op = LINEAR.replace(recipe=recipe(name))
+    with pytest.raises(ExceptionGroup, match="no implementation serves") as caught:
+        select(op, "h200")
+    for refusal in caught.value.exceptions:
+        told = str(refusal)
+        assert "FP4 activations need FP4 matrix units (compute capability 10.0), and NVIDIA H200 has none" in told
+    for implementation in ("xla", "reference"):
+        assert select(op, "h200", implementation=implementation).implementation == implementation
     for device in ("b200", "rtx5090"):
-        assert "FP4" not in reason(LINEAR.replace(recipe=recipe(name)), device)
+        assert "FP4" not in reason(op, device)
 
 
 def test_the_second_products_recipe_counts_as_well():

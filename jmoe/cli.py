@@ -1,0 +1,347 @@
+"""The command line: compare, inspect, explain, doctor."""
+
+import importlib.metadata
+import platform
+import re
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import jmoe
+from jmoe import checkpoint
+from jmoe.backends.activation import as_activation
+from jmoe.backends.select import IMPLEMENTATIONS, as_device, default_accumulation, select
+from jmoe.backends.spec import DeviceSpec, OpSpec, Selection
+from jmoe.checkpoint.summary import ModuleSummary, Summary
+from jmoe.compare import DEFAULT_RECIPES, ReasonedTable, split_recipes
+from jmoe.compare import compare as run_comparison
+from jmoe.ops.explain import describe
+from jmoe.scheme import RECIPES, Recipe, as_recipe
+
+app = typer.Typer(
+    help="Quantized linear layers and Mixture-of-Experts for JAX: compare recipes, inspect checkpoints, see what runs.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+console = Console() if sys.stdout.isatty() else Console(width=120)
+
+_DeviceOption = Annotated[str | None, typer.Option("--device", help="A known device such as h100; default: this one.")]
+
+
+def main() -> None:
+    """Runs the command line; bad input ends in one sentence and exit code 1, wrong usage in 2."""
+    try:
+        app()
+    except ExceptionGroup as group:
+        reasons = "; ".join(str(error) for error in group.exceptions)
+        sys.exit(_fail(f"{group.message}: {reasons}"))
+    except (ValueError, TypeError, NotImplementedError, OSError) as error:
+        sys.exit(_fail(str(error)))
+
+
+def _fail(message: str) -> int:
+    Console(stderr=True).print(f"jmoe: {message}", style="red", highlight=False, markup=False, soft_wrap=True)
+    return 1
+
+
+@app.command()
+def compare(
+    path: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A folder with config.json and safetensors.")],
+    text: Annotated[Path, typer.Option(help="What to score: bytes for 256 tokens, else token ids as .npy.")],
+    recipes: Annotated[str, typer.Option(help="e.g. fp8_block,int4:group=64.")] = ",".join(DEFAULT_RECIPES),
+    out: Annotated[Path, typer.Option(help="Where JSON and chart go.")] = Path("compare-results"),
+    dtype: Annotated[str | None, typer.Option(help="Computed in; default: float32 on CPUs, else bfloat16.")] = None,
+    windows: Annotated[int | None, typer.Option(min=1, help="Score so many windows only.")] = None,
+) -> None:
+    """Quantizes a trained model with several recipes and shows what each costs and gains."""
+    names = split_recipes(recipes)
+    with _progress() as progress:
+        task = progress.add_task("starting", total=None)
+        comparison = run_comparison(
+            path,
+            names,
+            text=text,
+            dtype=dtype,
+            windows=windows,
+            progress=lambda phase, done, total: progress.update(task, description=phase, completed=done, total=total),
+        )
+    console.print(comparison.table())
+    out.mkdir(parents=True, exist_ok=True)
+    results, chart = out / "compare.json", out / "compare.png"
+    results.write_text(comparison.to_json())
+    comparison.save_chart(chart)
+    console.print(f"wrote {results} and {chart}", highlight=False, soft_wrap=True)
+
+
+def _progress() -> Progress:
+    """A progress bar on standard error, so that standard output holds results only."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+@app.command("explain")
+def explain_command(
+    op: Annotated[str, typer.Option(help="moe, batched_experts or linear.")] = "moe",
+    recipe: Annotated[str, typer.Option(help="fp8_block, int4:group=32, ...; all: a line each.")] = "fp8_block",
+    tokens: Annotated[int, typer.Option(min=0, help="Rows of x (an expert's rows for batched_experts).")] = 64,
+    hidden: Annotated[int, typer.Option(min=1, help="H, or K of a linear.")] = 4096,
+    intermediate: Annotated[int, typer.Option(min=1, help="I of an expert.")] = 2048,
+    features: Annotated[int | None, typer.Option(min=1, help="N of a linear; default: hidden.")] = None,
+    experts: Annotated[int, typer.Option(min=1, help="E.")] = 8,
+    top_k: Annotated[int, typer.Option(min=1, help="k, slots a token.")] = 2,
+    activation: Annotated[str | None, typer.Option(help="e.g. silu, swigluoai, relu2.")] = None,
+    gated: Annotated[bool, typer.Option(help="w13 has a gate and an up half.")] = True,
+    dtype: Annotated[str, typer.Option(help="Of x: bfloat16, float16 or float32.")] = "bfloat16",
+    implementation: Annotated[str | None, typer.Option(help="Ask for this one by name.")] = None,
+    device: _DeviceOption = None,
+) -> None:
+    """Says which implementation would run an operation of these shapes on a device, and why."""
+    spec = as_device(device)
+    if op not in ("moe", "batched_experts", "linear"):
+        raise ValueError(f"--op {op!r} is unknown; it is moe, batched_experts or linear")
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise ValueError(f"--dtype {dtype!r} must be bfloat16, float16 or float32")
+    act = as_activation(activation) if activation else (None if op == "linear" else as_activation("silu"))
+    if act is not None:
+        act.check_halves(2 if gated and op != "linear" else 1)
+    if op == "moe" and top_k > experts:
+        raise ValueError(f"--top-k {top_k} is more than --experts {experts}")
+    operation = OpSpec(
+        op=op,  # type: ignore[arg-type]  # checked above
+        recipe=jmoe.recipe("bf16"),
+        tokens=tokens,
+        hidden=hidden,
+        features=(features or hidden) if op == "linear" else 0,
+        experts=0 if op == "linear" else experts,
+        global_experts=0 if op == "linear" else experts,
+        intermediate=0 if op == "linear" else intermediate,
+        top_k=top_k if op == "moe" else 0,
+        gated=gated,
+        activation=act,
+        dtype=dtype,
+        out_dtype=dtype,
+    )
+    console.print(f"on {spec.describe()}", highlight=False)
+    if recipe == "all":
+        console.print(_recipe_table(operation, spec))
+        return
+    operation = operation.replace(recipe=as_recipe(recipe))
+    selection = select(operation, spec, implementation=implementation)
+    for line in [*describe(operation, selection), *_cost(operation, spec)]:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _cost(op: OpSpec, device: DeviceSpec) -> list[str]:
+    """What the weights weigh, and the least time that reading them takes."""
+    matrices = _weight_shapes(op)
+    every = sum(weight_bytes(op.recipe, shape) for shape in matrices)
+    lines = [
+        f"  recipe {op.recipe.name}: {op.recipe.describe()}; default accumulation {default_accumulation(op.recipe)}",
+        f"  weights {_size(every)} a layer, {every / device.memory:.1%} of the device's memory",
+    ]
+    touched = every
+    if op.op == "moe":
+        active = min(op.experts, op.tokens * op.top_k)
+        touched = every * active // op.experts
+        lines.append(f"  at most {active} of {op.experts} experts read: {_size(touched)}")
+    if device.bandwidth:
+        microseconds = touched / device.bandwidth * 1e6
+        lines.append(f"  reading them takes at least {microseconds:.1f} us at {device.bandwidth / 1e12:.2f} TB/s")
+    return lines
+
+
+def _weight_shapes(op: OpSpec) -> list[tuple[int, ...]]:
+    if op.op == "linear":
+        return [(op.features, op.hidden)]
+    halves = 2 if op.gated else 1
+    return [(op.experts, halves, op.intermediate, op.hidden), (op.experts, op.hidden, op.intermediate)]
+
+
+def weight_bytes(recipe: Recipe, shape: tuple[int, ...]) -> int:
+    """Bytes of a weight of that shape under a recipe, scales included."""
+    dense = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    if recipe.weight is None:
+        return 2 * dense.size
+    return jax.eval_shape(lambda w: jmoe.quantize(w, recipe), dense).nbytes
+
+
+def _size(count: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} bytes"
+
+
+def _choice(op: OpSpec, device: DeviceSpec) -> tuple[Selection | None, str]:
+    """What would run, or why nothing does by default."""
+    try:
+        selection = select(op, device)
+    except ExceptionGroup as group:
+        return None, "; ".join(str(error) for error in group.exceptions)
+    return selection, selection.note or selection.reason
+
+
+def _recipe_table(op: OpSpec, device: DeviceSpec) -> ReasonedTable:
+    table = ReasonedTable(op.replace(recipe=jmoe.recipe("bf16")).describe().replace(" bf16", "", 1))
+    for heading in ("recipe", "weight x activation", "weights", "takes"):
+        table.add_column(heading, overflow="fold", no_wrap=heading == "recipe")
+    table.add_column("why", justify="right")
+    for name in RECIPES:
+        each = op.replace(recipe=jmoe.recipe(name))
+        selection, note = _choice(each, device)
+        size = _size(sum(weight_bytes(each.recipe, shape) for shape in _weight_shapes(each)))
+        table.add_row(
+            name, each.recipe.describe(), size, selection.implementation if selection else "none", table.why(note)
+        )
+    return table
+
+
+@app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A folder with config.json and safetensors.")],
+    device: _DeviceOption = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens a step that the choices are made for.")] = 64,
+    modules: Annotated[bool, typer.Option("--modules", help="A line a module instead of one a kind.")] = False,
+) -> None:
+    """Shows what is in a checkpoint, whether it fits a device, and what would run where and why."""
+    spec = as_device(device)
+    with checkpoint.open(path) as opened:
+        summary = opened.summary()
+        top_k = int(opened.text_config.get("num_experts_per_tok", 1))
+    model = summary.model_type or "unknown model type"
+    console.print(
+        f"{path}: {model}, quantization method {summary.method}, {summary.parameters / 1e6:,.2f} M parameters, "
+        f"{_size(summary.nbytes)}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(_module_table(summary, spec, tokens, top_k, each=modules))
+    left = sum(module.nbytes for module in summary.unquantized)
+    console.print(f"left unquantized: {_size(left)} of {_size(summary.nbytes)}", highlight=False)
+    if summary.kv_scales:
+        console.print(f"scales of a KV cache: {len(summary.kv_scales)} tensors, not used here", highlight=False)
+    verdict = "fit" if summary.nbytes < spec.memory else "do not fit"
+    share = summary.nbytes / spec.memory
+    console.print(
+        f"the weights {verdict} on {spec.describe()}: {share:.1%} of its memory, before activations and KV cache",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _module_table(summary: Summary, device: DeviceSpec, tokens: int, top_k: int, *, each: bool) -> ReasonedTable:
+    table = ReasonedTable(f"modules, and what would run {tokens} tokens on {device.name}")
+    table.add_column("modules", no_wrap=True)
+    table.add_column("recipe", overflow="fold", min_width=12)
+    table.add_column("shape", no_wrap=True)
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("runs on", justify="right")
+    groups: dict[tuple[str, object], list[ModuleSummary]] = {}
+    for module in summary.modules:
+        name = module.name if each else re.sub(r"(?<=\.)\d+(?=\.)", "N", module.name.removeprefix("model."))
+        if module.kind == "other" and not each:
+            groups.setdefault(("norms and other vectors", ()), []).append(module)
+            continue
+        groups.setdefault((name, (module.kind, module.recipe, module.shape)), []).append(module)
+    for (name, _), members in groups.items():
+        first = members[0]
+        same_shape = all(member.shape == first.shape for member in members)
+        implementation, because = _would_run(first, device, tokens, top_k)
+        table.add_row(
+            f"{name}" + (f" ({len(members)})" if len(members) > 1 else ""),
+            first.recipe.name if first.recipe else "-",
+            "x".join(map(str, first.shape)) if same_shape else "",
+            _size(sum(member.nbytes for member in members)),
+            table.why(f"{implementation}: {because}") if implementation else "",
+        )
+    return table
+
+
+def _would_run(module: ModuleSummary, device: DeviceSpec, tokens: int, top_k: int) -> tuple[str, str]:
+    """Implementation and reason for a module that jmoe's operations run."""
+    if module.recipe is None or module.kind not in ("linear", "experts"):
+        return "", ""
+    if module.name.rpartition(".")[2] in ("gate", "router"):
+        return "jax", "a router is computed in float32, whatever its weight is held in"
+    if module.kind == "linear":
+        features, hidden = module.shape
+        op = OpSpec(op="linear", recipe=module.recipe, tokens=tokens, hidden=hidden, features=features)
+    else:
+        # w13 is (E, halves, I, H), w2 (E, H, I); both are served by one fused operation.
+        gated = len(module.shape) == 4 and module.shape[1] == 2
+        hidden, intermediate = module.shape[-1:-3:-1] if len(module.shape) == 4 else module.shape[-2:]
+        op = OpSpec(
+            op="moe",
+            recipe=module.recipe,
+            tokens=tokens,
+            hidden=hidden,
+            intermediate=intermediate,
+            experts=module.shape[0],
+            global_experts=module.shape[0],
+            top_k=min(top_k, module.shape[0]),
+            gated=gated or len(module.shape) == 3,
+            activation=as_activation("silu"),
+        )
+    selection, because = _choice(op, device)
+    return (selection.implementation if selection else "none"), because
+
+
+@app.command()
+def doctor(device: _DeviceOption = None) -> None:
+    """Shows versions, devices, and which implementations are usable here and why not."""
+    versions = Table(title="versions", show_header=False)
+    versions.add_row("python", platform.python_version())
+    for package in ("jmoe", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "flax", "numpy", "ml_dtypes"):
+        try:
+            versions.add_row(package, importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            if "plugin" not in package:
+                versions.add_row(package, "not installed")
+    console.print(versions)
+    spec = as_device(device)
+    console.print(f"JAX sees: {', '.join(str(d) for d in jax.devices())}", highlight=False)
+    console.print(f"selecting for: {spec.describe()}", highlight=False)
+    if spec.platform == "cpu":
+        hint = "No GPU is used. For an NVIDIA GPU install jmoe[cuda13] or jmoe[cuda12]."
+        console.print(hint, highlight=False, markup=False)
+    op = OpSpec(
+        op="moe",
+        recipe=jmoe.recipe("bf16"),
+        tokens=64,
+        hidden=4096,
+        experts=8,
+        global_experts=8,
+        intermediate=2048,
+        top_k=2,
+        activation=as_activation("silu"),
+    )
+    console.print(_implementation_table(op, spec))
+
+
+def _implementation_table(op: OpSpec, device: DeviceSpec) -> ReasonedTable:
+    """A row for each answer of each implementation, with the recipes that get it."""
+    table = ReasonedTable("implementations, for a layer of 8 experts")
+    for heading in ("implementation", "usable", "recipes", "why"):
+        table.add_column(heading, overflow="fold")
+    for name, module in IMPLEMENTATIONS.items():
+        answers: dict[tuple[str, str], list[str]] = {}
+        for recipe in RECIPES:
+            try:
+                plan = module.plan(op.replace(recipe=jmoe.recipe(recipe)), device, explicit=False)
+                answer = ("yes", plan.note)
+            except NotImplementedError as reason:
+                answer = ("no", str(reason))
+            answers.setdefault(answer, []).append(recipe)
+        for (usable, because), recipes in answers.items():
+            every = len(recipes) == len(RECIPES)
+            table.add_row(name, usable, "every one" if every else ", ".join(recipes), table.why(because))
+    return table
