@@ -134,7 +134,7 @@ def as_layer(layer: Any, weight: Array | QTensor) -> tuple[Array | None, int | N
     if index.ndim:
         raise ValueError(f"layer has shape {index.shape}, but it is one integer")
     # An index on the device is not fetched to look at it.
-    if not isinstance(layer, jax.Array) and not 0 <= int(layer) < layers:
+    if _is_on_host(layer) and not 0 <= int(layer) < layers:
         raise ValueError(f"layer={layer} is outside the {layers} stacked layers")
     check_range("layer", index, 0, layers - 1)
     return index, layers

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 from jax.experimental import checkify
 
 import jmoe
@@ -108,6 +109,15 @@ def test_numpy_arrays_and_lists_are_arrays_everywhere():
         got = batched_experts(form(XE), form(COUNTS), form(W13), form(W2))
         np.testing.assert_array_equal(got, batched_experts(XE, COUNTS, W13, W2))
     assert quantize(x, "int8").shape == (T, H)
+
+
+def test_variables_of_flax_are_arrays():
+    w = nnx.Param(jnp.ones((3, 8, 16)))
+    layer = nnx.Variable(jnp.int32(2))
+    np.testing.assert_array_equal(linear(X, w, layer=layer, bias=nnx.Param(jnp.ones((3, 8)))), np.full((T, 8), 17))
+    traced = jax.jit(lambda i: linear(X, w, layer=nnx.Variable(i)))(2)
+    np.testing.assert_array_equal(traced, np.full((T, 8), 16))
+    np.testing.assert_array_equal(call_moe(topk_ids=nnx.Variable(IDS)), call_moe())
 
 
 def test_lists_that_hold_traced_values():
