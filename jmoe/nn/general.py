@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
 
-from jmoe.nn.linear import Linear, constrain
+from jmoe.nn.linear import Linear
 
 
 class Contraction(Linear):
@@ -39,6 +40,9 @@ class Contraction(Linear):
         self.batch_shape = tuple(batch_shape)
         self.sharding = tuple(sharding)
 
+    def _spec(self, x: Array) -> PartitionSpec:
+        return PartitionSpec()
+
     def _contract(self, x: Array, batch: Sequence[int], contracted: Sequence[int]) -> Array:
         """The layer over the axes ``contracted`` of x: (*batch axes, *other axes in order, *out_shape)."""
         free = [axis for axis in range(x.ndim) if axis not in (*batch, *contracted)]
@@ -48,7 +52,7 @@ class Contraction(Linear):
 
     def _over_batch(self, x: Array) -> Array:
         if not self.batch_shape:
-            return self._apply(x)
+            return super()._apply(x)
         count = len(self.batch_shape)
         rows = x.reshape(math.prod(self.batch_shape), -1, self.in_features)
         first = 0 if self.layer is None else 1  # where stacked layers lead
@@ -86,11 +90,10 @@ class LinearGeneral(Contraction):
         self.axis = tuple(axis)
         self.batch_axis = tuple(batch_axis)
 
-    def __call__(self, x: Array, out_sharding: Any = None) -> Array:
-        """Applies the layer: (*batch axes, *other axes of x, *out_shape)."""
+    def _apply(self, x: Array) -> Array:
         # Flax takes both in ascending order, whatever the order that they are given in.
         batch, axis = (sorted(a % x.ndim for a in axes) for axes in (self.batch_axis, self.axis))
-        return constrain(self._contract(x, batch, axis), out_sharding)
+        return self._contract(x, batch, axis)
 
 
 class Einsum(Contraction):
@@ -105,8 +108,7 @@ class Einsum(Contraction):
         super().__init__(in_features, out_features, **options)
         self.equation = equation
 
-    def __call__(self, x: Array, out_sharding: Any = None) -> Array:
-        """Applies the layer."""
+    def _apply(self, x: Array) -> Array:
         left, kernel, result = split_equation(self.equation)
         batch, contracted, out = kernel_axes(self.equation)
         spread = x.ndim - len(left.replace("...", ""))
@@ -118,7 +120,7 @@ class Einsum(Contraction):
         y = self._contract(x, [left.index(c) for c in batch], [left.index(c) for c in contracted])
         free = [c for c in left if c not in kernel]
         order = [*batch, *free, *out]
-        return constrain(jnp.transpose(y, [order.index(c) for c in result]), out_sharding)
+        return jnp.transpose(y, [order.index(c) for c in result])
 
 
 def split_equation(equation: str) -> tuple[str, str, str]:

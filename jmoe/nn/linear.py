@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.sharding import PartitionSpec
 
 from jmoe import ops
 from jmoe.backends.activation import Activation
-from jmoe.nn import param
+from jmoe.nn import mesh, param
 from jmoe.nn.param import AxisName
 from jmoe.qtensor import QTensor
 from jmoe.quantize import quantize
@@ -204,7 +205,11 @@ class Linear(nnx.Module):
         Returns:
           (..., N).
         """
-        return constrain(self._apply(x), out_sharding)
+        return mesh.apply(type(self)._apply, self, x, out_sharding, lambda: self._spec(x))
+
+    def _spec(self, x: Array) -> PartitionSpec:
+        spec = tuple(nnx.get_partition_spec(self.weight).get_value())
+        return mesh.with_last(mesh.spec_of(x), spec[-2] if spec else None)
 
     def _apply(self, x: Array) -> Array:
         return self._product(x, self.qweight, param.value_of(self.bias), param.value_of(self.weight_input_scale))
@@ -220,13 +225,3 @@ class Linear(nnx.Module):
             preferred_element_type=self.preferred_element_type,
             implementation=self.implementation,
         )
-
-
-def constrain(y: Array, sharding: Any) -> Array:
-    """``y`` with that sharding, which may be None; in the way that the mesh in force asks for."""
-    if sharding is None:
-        return y
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.empty and mesh.are_all_axes_explicit:
-        return jax.sharding.reshard(y, sharding)
-    return jax.lax.with_sharding_constraint(y, sharding)

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
+from jax.sharding import PartitionSpec
 
 from jmoe import ops
 from jmoe.backends.activation import Activation
 from jmoe.nn import experts as ex
-from jmoe.nn import param
-from jmoe.nn.linear import constrain
+from jmoe.nn import mesh, param
 from jmoe.nn.param import AxisName
 from jmoe.ops import Routed, Routing
 from jmoe.qtensor import QTensor
@@ -365,6 +365,9 @@ class FusedMoE(nnx.Module):
         Returns:
           (..., H).
         """
+        return mesh.apply(FusedMoE._apply, self, x, out_sharding, lambda: PartitionSpec(*mesh.spec_of(x)))
+
+    def _apply(self, x: Array) -> Array:
         routed = self.route(x)
         x = x if self.dtype is None else x.astype(self.dtype)
         plain = self.shared is None and routed.identity_weight is None
@@ -392,7 +395,7 @@ class FusedMoE(nnx.Module):
             if self.shared_gate_weight is not None:
                 shared = jax.nn.sigmoid(_project(x, self.shared_gate_weight.get_value())) * shared
             y = y + shared
-        return constrain(y.astype(x.dtype), out_sharding)
+        return y.astype(x.dtype)
 
 
 def _project(x: Array, weight: Array) -> Array:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.core import spmd
 from jax import Array
+from jax.sharding import PartitionSpec
 
 from jmoe.qtensor import QTensor
 from jmoe.quantize import check_static_scale, quantize
@@ -134,7 +135,13 @@ def set_input_scale(module: nnx.Module, name: str, scale: Any, shapes: Sequence[
 def variable(kind: type[nnx.Variable], value: Any, axes: Sequence[AxisName] = ()) -> nnx.Variable:
     """A variable with sharding metadata, in Flax's form; axes of extent 1 are not sharded."""
     names = tuple(None if extent == 1 else axis for axis, extent in zip(axes, value.shape, strict=bool(axes)))
-    return kind(value, out_sharding=names) if any(names) else kind(value)
+    if not any(names):
+        return kind(value)
+    concrete = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    if concrete and nnx.using_eager_sharding() and not jax.sharding.get_abstract_mesh().empty:
+        # Flax itself shards arrays that were made under the mesh, but not those from elsewhere.
+        value = jax.device_put(value, PartitionSpec(*_on_mesh(names)))
+    return kind(value, out_sharding=names)
 
 
 def assign(module: nnx.Module, name: str, value: Array) -> None:
@@ -181,12 +188,17 @@ def _grid_axes(axes: Sequence[AxisName], w: QTensor, part: str) -> tuple[AxisNam
     return tuple(names)
 
 
+def _on_mesh(names: tuple[AxisName, ...]) -> tuple[AxisName, ...]:
+    """Mesh axes for logical ones, by the rules in force."""
+    rules = spmd.get_logical_axis_rules()
+    return spmd.from_sharding_rules(names, rules) if rules else names
+
+
 def _mesh_extent(name: AxisName) -> int:
     """Devices along that axis of the mesh in force, 1 where there is none or it has no such axis."""
     if name is None:
         return 1
-    rules = spmd.get_logical_axis_rules()
-    (resolved,) = spmd.from_sharding_rules((name,), rules) if rules else (name,)
+    (resolved,) = _on_mesh((name,))
     mesh = jax.sharding.get_abstract_mesh()
     sizes = {} if mesh.empty else dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     parts = resolved if isinstance(resolved, tuple) else (resolved,)
