@@ -39,7 +39,8 @@ _INVARIANT_ROWS = 64
 def plan(op: OpSpec, device: DeviceSpec, *, explicit: bool) -> Plan:
     """The plan on that device, here or not; ``explicit`` where the user asked for it by name.
 
-    Tiles: "operands", the dtype that products are computed in, with float32 sums; "rows" of a block that belongs to one
+    Tiles: "operands", the dtype that products are computed in (plain weights of another 16-bit dtype or of float32 take
+    tensorfloat32 instead of 16 bits); "rows" of a block that belongs to one
     expert (1: a block a slot, unsorted) or, of a linear, under ``batch_invariant``; "features" of a linear that are
     dequantised at a time.
 
@@ -57,7 +58,7 @@ def plan(op: OpSpec, device: DeviceSpec, *, explicit: bool) -> Plan:
     operands = _operands(op, device)
     tiles: list[tuple[str, Any]] = [("operands", operands)]
     if op.op == "linear":
-        features = _piece(op, jnp.dtype(operands).itemsize)
+        features = _piece(op, 2 if operands in ("bfloat16", "float16") else 4)
         tiles.append(("features", features))
         if op.batch_invariant:
             tiles.append(("rows", _INVARIANT_ROWS))
@@ -80,14 +81,33 @@ def plan(op: OpSpec, device: DeviceSpec, *, explicit: bool) -> Plan:
 
 
 def _operands(op: OpSpec, device: DeviceSpec) -> str:
-    """The dtype that products are computed in.
+    """The dtype that products are computed in, its sums being float32.
 
-    CPUs have no 16-bit products worth using. bfloat16 holds every code exactly, and a scale that all of K shares is
-    applied after the product; only finer float32 scales round.
+    bfloat16 holds every code exactly, and a scale that all of K shares is applied after the product. A finer float32
+    scale has to be multiplied in before, and rounds. Weight-only recipes allow that; but between two products, 8 bits
+    of h differ by enough to change its codes where it is quantised, so there tensorfloat32 keeps 11.
     """
+    recipes = [r for r in (op.recipe, op.second_recipe) if r is not None and r.weight is not None]
     if op.dtype == "float32" or device.platform == "cpu":
         return "float32"
-    return op.dtype if op.recipe.weight is None else "bfloat16"
+    if device.platform == "cuda" and device.compute_capability < 80:
+        return "float32"  # neither bfloat16 nor tensorfloat32 units
+    if not recipes:
+        return op.dtype
+    if op.dtype == "float16" and any(r.input is None for r in recipes):
+        exact = False  # bfloat16 does not hold x
+    else:
+        exact = all(r.input is None or (_is_exact(r.weight) and _is_exact(r.input)) for r in recipes)
+    if exact:
+        return "bfloat16"
+    return "tensorfloat32" if device.platform == "cuda" else "float32"
+
+
+def _is_exact(scheme: Scheme | None) -> bool:
+    """Whether bfloat16 holds codes times those scales that vary along K."""
+    if scheme is None or scheme.block[1] == -1 or scheme.power_of_two:
+        return True
+    return scheme.scale_dtype == "e4m3" and scheme.format != "int8"  # four bits of a scale by four of a code
 
 
 def _piece(op: OpSpec, itemsize: int) -> int:
@@ -142,9 +162,17 @@ def _operand(a: Weight, dtype: str) -> _Operand:
     if a.scale.shape[-1] == 1:
         scale = a.combined_scale()
         rows = scale if scale.shape[-2] == m else expand_axis(scale, -2, a.scheme.block[0], m)
-        return _Operand(codes.astype(dtype), rows)
+        return _Operand(_cast(codes, dtype), rows)
     scale = expand(numerics.decode_scale(a.scale), a.scheme.block, (m, k))
-    return _Operand((codes * scale).astype(dtype), a.global_scale)
+    return _Operand(_cast(codes * scale, dtype), a.global_scale)
+
+
+def _cast(x: Array, dtype: str) -> Array:
+    """X as a product in ``dtype`` takes it; tensorfloat32 is held in float32, rounded: matrix units truncate."""
+    if dtype != "tensorfloat32":
+        return x.astype(dtype)
+    # The 16-bit dtypes are part of it.
+    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=10) if x.dtype == jnp.float32 else x.astype("float32")
 
 
 def _quantized_operand(x: Weight, scheme: Scheme | None, scale: Array | None, dtype: str) -> _Operand:
@@ -163,9 +191,11 @@ def _with_row_scale(x: _Operand) -> _Operand:
 
 def _product(x: _Operand, w: _Operand, dtype: str) -> Array:
     """X (M, K) times w (N, K) transposed, (M, N) float32; products in ``dtype``, sums in float32."""
+    if dtype in ("bfloat16", "float16") and w.values.dtype != dtype:
+        dtype = "tensorfloat32"
     y = lax.dot_general(
-        x.values.astype(dtype),
-        w.values.astype(dtype),
+        _cast(x.values, dtype),
+        _cast(w.values, dtype),
         (((1,), (1,)), ((), ())),
         precision=lax.Precision.HIGHEST if dtype == "float32" else lax.Precision.DEFAULT,
         preferred_element_type=jnp.float32,
