@@ -86,25 +86,33 @@ def kernel_call(
     interpret: bool = False,
     **static: Any,
 ) -> Callable[..., Any]:
-    """A function of arrays that launches ``kernel`` over ``grid``; inputs and outputs are whole arrays.
+    """A function of arrays (or trees) that launches ``kernel`` over ``grid``; inputs and outputs are whole arrays.
 
     Args:
-      kernel: takes a ref an input, then a ref an output, then ``static`` as keywords.
+      kernel: takes the inputs and then the outputs as refs, and ``static`` as keywords.
       name: of the kernel, as profilers show it.
       grid: programs along up to three axes, each at least 1.
-      out_shape: ``jax.ShapeDtypeStruct``, or a sequence of them.
+      out_shape: ``jax.ShapeDtypeStruct``, or a tree of them.
       num_warps, num_stages: see ``compiler_params``.
       interpret: compute with XLA on any device, for tests.
       **static: the kernel's static arguments.
     """
-    return pl.pallas_call(
+    call = functools.partial(
+        pl.pallas_call,
         functools.partial(kernel, **static),
         grid=grid,
-        out_shape=out_shape,
         compiler_params=compiler_params(num_warps, num_stages),
         interpret=interpret,
         name=name,
     )
+    return lambda *arrays: call(out_shape=_varying_like(arrays, out_shape))(*arrays)
+
+
+def _varying_like(arrays: Any, out_shape: Any) -> Any:
+    """``out_shape`` saying, for shard_map, that it differs along the mesh axes along which any input does."""
+    axes = frozenset[Any]().union(*(jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(arrays)))
+    kind = jax.sharding.ManualAxisType(varying=axes)
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, manual_axis_type=kind), out_shape)
 
 
 def arange(n: int) -> Array:
@@ -115,7 +123,8 @@ def arange(n: int) -> Array:
 def loop(stop: Index, body: Callable[[Array, Any], Any], init: Any, *, start: Index = 0) -> Any:
     """``lax.fori_loop`` with an int32 counter; bounds may be dynamic."""
     lower, upper = (np.int32(b) if isinstance(b, int) else b for b in (start, stop))
-    return lax.fori_loop(lower, upper, body, init)
+    # A loop of one turn hands its body a counter of the default dtype.
+    return lax.fori_loop(lower, upper, lambda i, carry: body(jnp.asarray(i, jnp.int32), carry), init)
 
 
 def _primitive(
@@ -259,6 +268,37 @@ def round_to(x: Array, dtype: jax.typing.DTypeLike) -> Array:
     """float32 ``x`` rounded to the precision of bfloat16 or float16, still float32; nothing may elide it."""
     dtype = jnp.dtype(dtype)
     return x if dtype == jnp.float32 else _round_p.bind(x, dtype=dtype)
+
+
+def _ptx_rule(ctx: tl.LoweringRuleContext, x: Any, *, meaning: Any, dtype: Any, ptx: str, pack: int) -> Any:
+    [aval] = ctx.avals_out
+    registers = pack * aval.dtype.itemsize // 4
+    constraints = ",".join(["=r"] * registers + ["r"] * (pack * ctx.avals_in[0].dtype.itemsize // 4))
+    result = ir.RankedTensorType.get(aval.shape, tl._dtype_to_ir_type(aval.dtype))
+    return tt.elementwise_inline_asm([result], ptx, constraints=constraints, pure=True, packed_element=pack, args=[x])
+
+
+_ptx_p = _primitive(
+    "jmoe_ptx",
+    lambda x, *, meaning, dtype, ptx, pack: meaning(x),
+    lambda x, *, meaning, dtype, ptx, pack: ShapedArray(x.shape, jnp.dtype(dtype)),
+    _ptx_rule,
+)
+
+
+def packed_ptx(x: Array, meaning: Callable[[Array], Array], ptx: str, *, pack: int, dtype: Any) -> Array:
+    """An elementwise function written in PTX for ``pack`` elements at a time, and ``meaning``, its jnp twin.
+
+    Interpret mode runs ``meaning``, a GPU runs ``ptx``: tests on a GPU hold them to agree.
+
+    Args:
+      x: a tile of at least ``pack`` elements a thread.
+      meaning: a module-level function of ``x``.
+      ptx: ``$0``, ``$1``, ... are the 32-bit registers of the result, then those of x, elements from the low bits up.
+      pack: elements, a whole number of 32-bit registers of x and of the result.
+      dtype: of the result.
+    """
+    return _ptx_p.bind(x, meaning=meaning, dtype=jnp.dtype(dtype), ptx=ptx, pack=pack)
 
 
 @dataclass(frozen=True)

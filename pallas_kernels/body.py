@@ -1,0 +1,184 @@
+"""What kernel bodies share: grid order, decoding of scales and codes, quantisation of a tile, activations.
+
+Plain jnp that Triton can lower. NaN survives everything here, in Triton too, where ``minimum`` and ``maximum`` would
+drop it: clamps are written as selects.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from pallas_kernels import bits, lowering
+
+F8 = jnp.float8_e4m3fn
+F8_MAX = 448.0
+
+
+def pow2_at_least(n: int) -> int:
+    """The smallest power of two that is not below ``n``."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def div(a: Array, n: int) -> Array:
+    """Floor of a / n of an int32 that is not negative, in one instruction."""
+    return lax.div(a, np.int32(n))
+
+
+def rem(a: Array, n: int) -> Array:
+    """``a`` modulo ``n`` of an int32 that is not negative."""
+    return lax.rem(a, np.int32(n))
+
+
+def grouped_order(program: Array, rows: int, cols: int, group: int) -> tuple[Array, Array]:
+    """The tile (row, col) of a ``rows`` x ``cols`` grid of tiles that a program computes.
+
+    ``group`` rows of tiles go through all columns together, so that a column's operand is read from memory once for
+    the group and from the L2 cache after that.
+    """
+    first = div(program, group * cols) * group
+    within = rem(program, group * cols)
+    height = jnp.minimum(rows - first, group)
+    return first + lax.rem(within, height), lax.div(within, height)
+
+
+def decode_scale(scale: Array) -> Array:
+    """A scale as float32; uint8 is e8m0."""
+    return bits.e8m0_to_f32(scale) if scale.dtype == jnp.uint8 else scale.astype(jnp.float32)
+
+
+def encode_e8m0(scale: Array) -> Array:
+    """The e8m0 byte of a float32 power of two from 2**-127 up."""
+    return ((bits.f32_bits(scale) >> 23) & 0xFF).astype(jnp.uint8)
+
+
+def e4m3_values(code: Array, dtype: jax.typing.DTypeLike) -> Array:
+    """The exact values, in bfloat16, float16 or float32, of e4m3 codes given as uint8; 0x7F and 0xFF are NaN.
+
+    By integer operations: no float8 type appears, which compilers for compute capability below 8.9 do not survive, and
+    no subnormal of ``dtype``, which some backends flush.
+    """
+    info = jnp.finfo(dtype)
+    word = jnp.int32 if info.bits == 32 else jnp.int16
+    bias = (1 << (info.nexp - 1)) - 1
+    c = code.astype(word)
+    magnitude = c & 0x7F
+    # The four exponent bits and three of mantissa, moved to where dtype has them, and biased by dtype instead of 7.
+    # A code below 8 (exponent 0) is m/8 * 2**-6: built as (1 + m/8) * 2**-6, from which 2**-6 is taken.
+    subnormal = magnitude < 8
+    low, normal = (np.asarray((bias - e) << info.nmant, word) for e in (6, 7))
+    exponent = jnp.where(subnormal, low, normal)
+    value = lax.bitcast_convert_type((magnitude << (info.nmant - 3)) + exponent, jnp.dtype(dtype))
+    value = jnp.where(subnormal, value - np.asarray(2.0**-6, dtype), value)
+    value = jnp.where(magnitude == 0x7F, np.asarray(np.nan, dtype), value)
+    sign = (c & 0x80) << (info.bits - 8)
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(value, word) | sign, jnp.dtype(dtype))
+
+
+def _decode_ptx(dtype: Any) -> str:
+    """PTX for ``e4m3_values`` of four codes, two at a time in the halves of a register.
+
+    A code's bits, moved to where dtype's exponent ends, are its value times a power of two (a subnormal of dtype where
+    the code is one, which these instructions keep). One fused multiply-add undoes the power and, through a NaN addend,
+    makes NaN of 0x7F. Four and a half instructions an element.
+    """
+    info = jnp.finfo(dtype)
+    bias = (1 << (info.nexp - 1)) - 1
+    power = (2 * bias - 7) << info.nmant  # 2**(bias - 7)
+    lines = ["{", ".reg .b32 t, m, h, n, s;", f"mov.b32 s, {power | power << 16:#x};"]
+    for result, select in (("$0", "0x1404"), ("$1", "0x3424")):
+        lines += [
+            f"prmt.b32 t, $2, 0, {select};",  # a code in the upper byte of each half
+            "and.b32 m, t, 0x7F007F00;",
+            "add.u32 n, m, 0x01000100;",  # sets a half's top bit for 0x7F alone
+            "and.b32 n, n, 0x80008000;",
+            f"shr.u32 h, n, {16 - info.nmant};",
+            "sub.u32 n, n, h;",  # all ones in the exponent and one in the mantissa
+            f"shr.u32 m, m, {11 - info.nmant};",
+            "lop3.b32 h, t, 0x80008000, m, 0xEA;",  # (t & 0x80008000) | m
+            f"fma.rn.{'bf16x2' if dtype == jnp.bfloat16 else 'f16x2'} {result}, h, s, n;",
+        ]
+    return "\n".join([*lines, "}"])
+
+
+def decode_e4m3(code: Array, dtype: jax.typing.DTypeLike) -> Array:
+    """``e4m3_values`` of a tile, in packed instructions for 16-bit dtypes."""
+    dtype = jnp.dtype(dtype)
+    if dtype == jnp.float32:
+        return e4m3_values(code, dtype)
+    meaning = _e4m3_as_bfloat16 if dtype == jnp.bfloat16 else _e4m3_as_float16
+    return lowering.packed_ptx(code, meaning, _decode_ptx(dtype), pack=4, dtype=dtype)
+
+
+def _e4m3_as_bfloat16(code: Array) -> Array:
+    return e4m3_values(code, jnp.bfloat16)
+
+
+def _e4m3_as_float16(code: Array) -> Array:
+    return e4m3_values(code, jnp.float16)
+
+
+def fp8_scale(amax: Array, *, floor: float, power_of_two: bool = False) -> tuple[Array, Array]:
+    """Scale of e4m3 blocks from their largest magnitude, and the reciprocal that codes are made with; both float32.
+
+    ``max(amax, floor) * (1/448)``, or the power of two that is not below amax / 448.
+    """
+    if power_of_two:
+        exponent = bits.ceil_exponent(amax, F8_MAX)
+        return bits.pow2(exponent), bits.pow2(-exponent)
+    scale = jnp.maximum(amax, np.float32(floor)) * (np.float32(1) / np.float32(F8_MAX))
+    return scale, lowering.reciprocal(scale)
+
+
+def finite(x: Array) -> tuple[Array, Array]:
+    """Where float32 ``x`` is finite, and ``x`` with 0 elsewhere."""
+    good = jnp.abs(x) < np.float32(np.inf)
+    return good, jnp.where(good, x, np.float32(0))
+
+
+def fp8_codes(scaled: Array, good: Array) -> Array:
+    """Codes of float32 values already divided by their scale: to nearest even, saturating, NaN where not ``good``."""
+    clipped = jnp.clip(scaled, np.float32(-F8_MAX), np.float32(F8_MAX))
+    return jnp.where(good, clipped, np.float32(np.nan)).astype(F8)
+
+
+def quantize_fp8(x: Array, axis: int, *, floor: float = 1e-10, power_of_two: bool = False) -> tuple[Array, Array]:
+    """e4m3 codes of a float32 tile, one scale for each line along ``axis``, and the scales (float32, without it).
+
+    A non-finite element gets the NaN code and does not count for its line's scale.
+    """
+    good, x = finite(x)
+    scale, inverse = fp8_scale(jnp.max(jnp.abs(x), axis=axis), floor=floor, power_of_two=power_of_two)
+    return fp8_codes(x * jnp.expand_dims(inverse, axis), good), scale
+
+
+def silu(x: Array, alpha: float | Array = 1.0) -> Array:
+    """X sigmoid(alpha x)."""
+    return x / (1.0 + jnp.exp(-alpha * x))
+
+
+def gelu(x: Array) -> Array:
+    """GELU, the exact form."""
+    return 0.5 * x * lowering.erfc(x * np.float32(-np.sqrt(0.5)))
+
+
+def gelu_tanh(x: Array) -> Array:
+    """GELU in its tanh form."""
+    inner = np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * (x * x * x))
+    return 0.5 * x * (1.0 + jnp.tanh(inner))
+
+
+def ungated(name: str, x: Array) -> Array:
+    """The activation of float32 ``x`` alone: silu, gelu, gelu_tanh or relu2."""
+    if name == "silu":
+        return silu(x)
+    if name == "gelu":
+        return gelu(x)
+    if name == "gelu_tanh":
+        return gelu_tanh(x)
+    if name == "relu2":
+        positive = jnp.where(x <= 0, np.float32(0), x)
+        return positive * positive
+    raise ValueError(f"activation={name!r} must be 'silu', 'gelu', 'gelu_tanh' or 'relu2'")

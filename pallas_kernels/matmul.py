@@ -1,0 +1,350 @@
+"""Dense products with plain or e4m3 weights: activation(scales * (x w^T) + bias).
+
+    y[m, n] = act( sum_kb s_x[m, kb] s_w[nb, kb] sum_{k in kb} x[m, k] w[n, k]  +  bias[n] )
+
+x (M, K) and w (N, K) are both e4m3 (W8A8), or x is 16 or 32 bit and w plain or e4m3 (W8A16, decoded in the kernel by
+bit operations). A scale with one column for all of K multiplies after the sum; one with more multiplies each partial
+sum as it is promoted to float32, and no step of K straddles a scale. Sums, scales, bias and activation are float32.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import body, lowering
+from pallas_kernels.lowering import arange, load, store
+from pallas_kernels.tuning.heuristics import MatmulTile
+
+_PROMOTE_EVERY = 128
+"""Of K, with exact accumulation."""
+
+
+class _Static(NamedTuple):
+    """What a kernel knows at compile time."""
+
+    names: tuple[str, ...]
+    tile: MatmulTile
+    m: int
+    n: int
+    k: int
+    w_rows: int  # rows of w that share a scale
+    w_cols: int  # columns of K that share a scale of w, 0 if all do
+    x_cols: int  # the same for x
+    exact: bool
+    activation: str | None
+
+    @property
+    def cell(self) -> int:
+        """Columns of K that share every scale applied in the loop, 0 if none is."""
+        return math.gcd(self.w_cols, self.x_cols)
+
+    @property
+    def straddles(self) -> bool:
+        """Steps of K do not divide the cells evenly, so each cell gets its own masked steps."""
+        return bool(self.cell) and self.cell % self.tile.block_k != 0
+
+    @property
+    def steps_a_cell(self) -> int:
+        return pl.cdiv(self.cell, self.tile.block_k)
+
+    @property
+    def steps(self) -> int:
+        if self.straddles:
+            return pl.cdiv(self.k, self.cell) * self.steps_a_cell
+        return pl.cdiv(self.k, self.tile.block_k)
+
+
+def linear(
+    x: Array,
+    w: Array,
+    w_scale: Array | None = None,
+    *,
+    x_scale: Array | None = None,
+    w_block: tuple[int, int] = (-1, -1),
+    x_group: int = -1,
+    bias: Array | None = None,
+    activation: str | None = None,
+    layer: Array | None = None,
+    exact: bool = False,
+    out_dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    tile: MatmulTile,
+    interpret: bool = False,
+) -> Array:
+    """activation(scales * (x w^T) + bias), (M, N), in one launch, or two where K is split.
+
+    Args:
+      x: (M, K) e4m3, or bfloat16, float16, float32.
+      w: (N, K), or stacked (L, N, K) with ``layer``: e4m3, or bfloat16, float16, float32. e4m3 weights with an x that
+        is not are decoded by bits, without float8 types in the kernel. Plain operands of two dtypes are multiplied in
+        float32.
+      w_scale: for e4m3 w: (ceil(N/rows), ceil(K/cols)) of ``w_block``, float32, bfloat16, float16 or uint8 (e8m0);
+        with ``layer`` stacked. It multiplies.
+      x_scale: for e4m3 x: (1, 1), (M, 1) or (M, ceil(K/x_group)), dtypes as above. It multiplies.
+      w_block: rows and columns of w that share a scale; -1 is the whole extent.
+      x_group: columns of x that share a scale; -1 is all of K.
+      bias: (N,), or (L, N) with ``layer``; any float dtype.
+      activation: "silu", "gelu", "gelu_tanh", "relu2" or None.
+      layer: int32 scalar, which of the stacked weights; the kernel indexes them, nothing is copied.
+      exact: promote FP8 sums to float32 at least every 128 of K, instead of leaving all of K to the tensor core.
+      out_dtype: bfloat16, float16 or float32.
+      tile: see ``tuning.heuristics.matmul_tile``.
+      interpret: compute with XLA on any device, for tests.
+
+    Raises:
+      ValueError, TypeError: shapes or dtypes that do not fit together.
+    """
+    if layer is None:
+        w = w[None]
+        w_scale, bias = (None if a is None else a[None] for a in (w_scale, bias))
+    static = _checked(x, w, w_scale, x_scale, w_block, x_group, bias, activation, exact, tile)
+    m, n, k = static.m, static.n, static.k
+    if not (m and n and k):
+        return _of_nothing(static, bias, layer, out_dtype)
+    if w.dtype == body.F8 and x.dtype != body.F8:
+        w = lax.bitcast_convert_type(w, jnp.uint8)
+    arrays = {"x": x, "w": w, "w_scale": w_scale, "x_scale": x_scale, "bias": bias}
+    if layer is not None:
+        arrays["layer"] = layer.astype(jnp.int32).reshape(1)
+    given = {name: array for name, array in arrays.items() if array is not None}
+    static = static._replace(names=tuple(given))
+    split = tile.split_k
+    shape, dtype = ((split, m, n), jnp.float32) if split > 1 else ((m, n), out_dtype)
+    y = lowering.kernel_call(
+        _kernel,
+        name="linear",
+        grid=(pl.cdiv(m, tile.block_m) * pl.cdiv(n, tile.block_n) * split,),
+        out_shape=jax.ShapeDtypeStruct(shape, dtype),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        interpret=interpret,
+        static=static,
+    )(*given.values())
+    return _finish(y, given, static, out_dtype, interpret) if split > 1 else y
+
+
+def _kernel(*refs: Any, static: _Static) -> None:
+    *operands, out_ref = refs
+    ref = dict(zip(static.names, operands, strict=True))
+    tile = static.tile
+    program = pl.program_id(0)
+    part = body.rem(program, tile.split_k)
+    row_block, col_block = body.grouped_order(
+        body.div(program, tile.split_k),
+        pl.cdiv(static.m, tile.block_m),
+        pl.cdiv(static.n, tile.block_n),
+        tile.group,
+    )
+    layer = load(ref["layer"], (0,)) if "layer" in ref else jnp.int32(0)
+    row, col = row_block * tile.block_m + arange(tile.block_m), col_block * tile.block_n + arange(tile.block_n)
+    # Rows and columns past the end repeat the last one: no masks in the loop, and nothing of them is stored.
+    at = _At(layer, jnp.minimum(row, static.m - 1), jnp.minimum(col, static.n - 1), col_block)
+    shape = (tile.block_n, tile.block_m) if tile.swap else (tile.block_m, tile.block_n)
+    acc = _sum_over_k(ref, at, part, jnp.zeros(shape, jnp.float32), static)
+    index = _oriented(static, row, col)
+    inside = (index[0] < static.m) & (index[1] < static.n)
+    if tile.split_k > 1:
+        store(out_ref, (part, *index), acc, mask=inside)
+        return
+    y = _epilogue(ref, at, acc, static)
+    store(out_ref, index, y.astype(out_ref.dtype), mask=inside)
+
+
+class _At(NamedTuple):
+    """Where a program is: its layer, its rows of x, its rows of w (columns of the result), and its block of these."""
+
+    layer: Array
+    row: Array
+    col: Array
+    col_block: Array
+
+
+def _oriented(static: _Static, row: Any, col: Any) -> tuple[Any, Any]:
+    """A value a row of x and a value a row of w, as they lie along the accumulator; scalars and None stay."""
+    row_axis, col_axis = (0, 1) if static.tile.swap else (1, 0)
+    row, col = (
+        v if v is None or not v.shape else jnp.expand_dims(v, axis) for v, axis in ((row, row_axis), (col, col_axis))
+    )
+    return row, col
+
+
+def _sum_over_k(ref: dict[str, Any], at: _At, part: Array, acc: Array, static: _Static) -> Array:
+    step = functools.partial(_step, ref, at, static)
+    block_k = static.tile.block_k
+    ragged = static.straddles or static.k % block_k != 0
+    if static.tile.split_k > 1:
+        share = pl.cdiv(static.steps, static.tile.split_k)
+        first = part * share
+        last = jnp.minimum(first + share, static.steps)
+        return lowering.loop(last, functools.partial(step, masked=ragged), acc, start=first)
+    if static.straddles:
+        return lowering.loop(static.steps, functools.partial(step, masked=True), acc)
+    # Only the last step may need a mask.
+    acc = lowering.loop(static.k // block_k, functools.partial(step, masked=False), acc)
+    return step(jnp.int32(static.k // block_k), acc, masked=True) if ragged else acc
+
+
+def _step(ref: dict[str, Any], at: _At, static: _Static, i: Array, acc: Array, *, masked: bool) -> Array:
+    """The accumulator after step ``i`` of K."""
+    tile = static.tile
+    if static.straddles:
+        cell = body.div(i, static.steps_a_cell)
+        first = cell * static.cell + (i - cell * static.steps_a_cell) * tile.block_k
+        limit = jnp.minimum(cell * static.cell + static.cell, static.k)
+    else:
+        first, limit = i * tile.block_k, jnp.int32(static.k)
+    column = first + arange(tile.block_k)
+    valid = (column < limit)[None, :] if masked else None
+    fill = 0 if masked else None
+    x = load(ref["x"], (at.row[:, None], column[None, :]), mask=valid, other=fill)
+    w = load(ref["w"], (at.layer, at.col[:, None], column[None, :]), mask=valid, other=fill)
+    x, w = _same_dtype(x, w)
+    a, b = (w, x) if tile.swap else (x, w)
+    if not static.cell:
+        return acc + lowering.dot(a, b) if static.exact else lowering.dot(a, b, acc)
+    s_x = s_w = None
+    if static.x_cols:
+        s_x = body.decode_scale(load(ref["x_scale"], (at.row, body.div(first, static.x_cols))))
+    if static.w_cols:
+        s_w = body.decode_scale(
+            load(ref["w_scale"], (at.layer, _scale_row(at, static), body.div(first, static.w_cols)))
+        )
+    return acc + _scaled(lowering.dot(a, b), s_x, s_w, static)
+
+
+def _same_dtype(x: Array, w: Array) -> tuple[Array, Array]:
+    if w.dtype == jnp.uint8:
+        return x, body.decode_e4m3(w, x.dtype)
+    if x.dtype == w.dtype:
+        return x, w
+    return x.astype(jnp.float32), w.astype(jnp.float32)
+
+
+def _scale_row(at: _At, static: _Static) -> Array:
+    """Row of w's scales for each of a program's rows of w: one for all where they share it."""
+    if static.w_rows % static.tile.block_n == 0:
+        return body.div(at.col_block * static.tile.block_n, static.w_rows)
+    return at.col if static.w_rows == 1 else body.div(at.col, static.w_rows)
+
+
+def _scaled(value: Array, s_x: Array | None, s_w: Array | None, static: _Static) -> Array:
+    """``value`` times scales a row of x and a row of w; either may be one number, or None for no scale."""
+    if s_x is not None and s_w is not None and not (s_x.shape and s_w.shape):
+        s_x, s_w = (s_x * s_w, None) if s_x.shape else (None, s_x * s_w)
+    for scale in _oriented(static, s_x, s_w):
+        if scale is not None:
+            value = value * scale
+    return value
+
+
+def _epilogue(ref: dict[str, Any], at: _At, acc: Array, static: _Static) -> Array:
+    """Scales that cover all of K, bias and activation."""
+    s_x = s_w = None
+    if "x_scale" in ref and not static.x_cols:
+        rows = at.row if ref["x_scale"].shape[0] > 1 else 0
+        s_x = body.decode_scale(load(ref["x_scale"], (rows, 0)))
+    if "w_scale" in ref and not static.w_cols:
+        s_w = body.decode_scale(load(ref["w_scale"], (at.layer, _scale_row(at, static), 0)))
+    y = _scaled(acc, s_x, s_w, static)
+    if "bias" in ref:
+        bias = load(ref["bias"], (at.layer, at.col)).astype(jnp.float32)
+        y = y + _oriented(static, None, bias)[1]
+    return y if static.activation is None else body.ungated(static.activation, y)
+
+
+def _finish(parts: Array, given: dict[str, Array], static: _Static, out_dtype: Any, interpret: bool) -> Array:
+    """The epilogue of a split K: sums the parts in ascending order."""
+    cols = min(512, body.pow2_at_least(static.n))
+    rows = min(max(1, 1024 // cols), body.pow2_at_least(static.m))
+    tile = MatmulTile(block_m=rows, block_n=cols, block_k=16, num_warps=4, num_stages=1)
+    names = tuple(name for name in given if name not in ("x", "w"))
+    return lowering.kernel_call(
+        _finish_kernel,
+        name="linear_finish",
+        grid=(pl.cdiv(static.m, rows) * pl.cdiv(static.n, cols),),
+        out_shape=jax.ShapeDtypeStruct((static.m, static.n), out_dtype),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        interpret=interpret,
+        static=static._replace(tile=tile, names=("parts", *names)),
+    )(parts, *(given[name] for name in names))
+
+
+def _finish_kernel(*refs: Any, static: _Static) -> None:
+    *operands, out_ref = refs
+    ref = dict(zip(static.names, operands, strict=True))
+    tile = static.tile
+    across = pl.cdiv(static.n, tile.block_n)
+    row_block, col_block = body.div(pl.program_id(0), across), body.rem(pl.program_id(0), across)
+    row, col = row_block * tile.block_m + arange(tile.block_m), col_block * tile.block_n + arange(tile.block_n)
+    layer = load(ref["layer"], (0,)) if "layer" in ref else jnp.int32(0)
+    at = _At(layer, jnp.minimum(row, static.m - 1), jnp.minimum(col, static.n - 1), col_block)
+    inside = (row < static.m)[:, None] & (col < static.n)[None, :]
+    acc = jnp.zeros((tile.block_m, tile.block_n), jnp.float32)
+    for part in range(ref["parts"].shape[0]):
+        acc = acc + load(ref["parts"], (part, at.row[:, None], at.col[None, :]))
+    y = _epilogue(ref, at, acc, static)
+    store(out_ref, (row[:, None], col[None, :]), y.astype(out_ref.dtype), mask=inside)
+
+
+def _checked(
+    x: Array,
+    w: Array,
+    w_scale: Array | None,
+    x_scale: Array | None,
+    w_block: tuple[int, int],
+    x_group: int,
+    bias: Array | None,
+    activation: str | None,
+    exact: bool,
+    tile: MatmulTile,
+) -> _Static:
+    """The static description, if everything fits together; w, its scale and bias have a leading axis of layers."""
+    floats = (jnp.bfloat16, jnp.float16, jnp.float32)
+    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[2]:
+        raise ValueError(f"x {x.shape} and w {w.shape} (layers first) must be (M, K) and (L, N, K)")
+    if x.dtype not in (*floats, body.F8) or w.dtype not in (*floats, body.F8):
+        raise TypeError(f"x is {x.dtype} and w {w.dtype}, but operands are float8_e4m3fn or 16- or 32-bit floats")
+    if x.dtype == body.F8 and w.dtype != body.F8:
+        raise TypeError(f"x is {x.dtype}, so w must be so too, not {w.dtype}")
+    (m, k), (layers, n, _) = x.shape, w.shape
+    for name, operand, scale in (("w_scale", w, w_scale), ("x_scale", x, x_scale)):
+        if (operand.dtype == body.F8) != (scale is not None):
+            there = "missing" if scale is None else "given"
+            raise ValueError(f"{name} is {there}, but its operand is {operand.dtype}")
+    rows, cols = (extent if b == -1 else b for b, extent in zip(w_block, (n, k), strict=True))
+    if w_scale is not None and w_scale.shape != (layers, pl.cdiv(n, max(rows, 1)), max(1, pl.cdiv(k, max(cols, 1)))):
+        raise ValueError(f"w_scale has shape {w_scale.shape}, which is not the grid of {w_block} blocks of {w.shape}")
+    group = k if x_group == -1 else x_group
+    groups = max(1, pl.cdiv(k, max(group, 1)))
+    if x_scale is not None and x_scale.shape not in ((m, groups), (1, 1) if groups == 1 else (m, groups)):
+        raise ValueError(f"x_scale has shape {x_scale.shape}, which does not fit x {x.shape} in groups of {x_group}")
+    if bias is not None and bias.shape != (layers, n):
+        raise ValueError(f"bias has shape {bias.shape}, but it is (L, N) = {(layers, n)}")
+    both = x.dtype == body.F8
+    return _Static(
+        names=(),
+        tile=tile,
+        m=m,
+        n=n,
+        k=k,
+        w_rows=max(rows, 1),
+        w_cols=cols if w_scale is not None and w_scale.shape[-1] > 1 else 0,
+        x_cols=group if x_scale is not None and x_scale.shape[-1] > 1 else 0,
+        exact=exact and both,
+        activation=activation,
+    )
+
+
+def _of_nothing(static: _Static, bias: Array | None, layer: Array | None, out_dtype: Any) -> Array:
+    """The product where M, N or K is 0: the bias alone."""
+    y = jnp.zeros((static.m, static.n), jnp.float32)
+    if bias is not None:
+        y = y + bias[0 if layer is None else layer].astype(jnp.float32)
+    if static.activation is not None:
+        y = body.ungated(static.activation, y)
+    return y.astype(out_dtype)

@@ -1,0 +1,1 @@
+"""Tile sizes: heuristics, pure functions of shapes and device facts."""

@@ -1,0 +1,156 @@
+"""First choices of tiles from shapes and device facts; pure functions, no GPU needed."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Operands = Literal["fp8", "w8a16", "16bit", "32bit"]
+"""What a product's dots are made of: two e4m3 operands, e4m3 weights made 16-bit in the kernel, or plain floats."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatmulTile:
+    """What one program of a dense product computes, and how.
+
+    Attributes:
+      block_m, block_n, block_k: rows of x, rows of w and step of K; powers of two, at least 16 (block_k 32 for FP8).
+      num_warps: warps a program.
+      num_stages: stages of the pipeline that loads operands.
+      group: row blocks that go through all columns together while a column's operand is in the L2 cache.
+      split_k: parts of K, summed by a second launch in fixed order.
+      swap: w on the tensor core's M side and x on its N side, which may be as short as 16.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group: int = 8
+    split_k: int = 1
+    swap: bool = False
+
+
+_SHARED_MEMORY = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
+"""KiB of shared memory a block can have, by compute capability (CUDA C++ programming guide, table of technical
+specifications)."""
+
+_BYTES = {"fp8": (1, 1), "w8a16": (2, 1), "16bit": (2, 2), "32bit": (4, 4)}
+"""Bytes an element of x and of w."""
+
+
+def shared_memory(capability: int) -> int:
+    """Bytes of shared memory a program can use; an unknown GPU is taken for a small one."""
+    return _SHARED_MEMORY.get(capability, 99) * 1024
+
+
+def step_of_k(cell: int | None, limit: int) -> int:
+    """The K step for operands with one scale for each ``cell`` of K (None: one for all of it), at most ``limit``.
+
+    A power of two from 32 that divides the cell if there is one, else one that covers it with masked lanes.
+    """
+    if cell is None:
+        return limit
+    divisor = cell & -cell
+    if divisor >= 32:
+        return min(divisor, limit)
+    return min(max(32, 1 << (cell - 1).bit_length()), limit)
+
+
+def matmul_tile(
+    m: int,
+    n: int,
+    k: int,
+    *,
+    operands: Operands,
+    cell: int | None = None,
+    exact: bool = False,
+    capability: int = 90,
+    sm_count: int = 132,
+    batch_invariant: bool = False,
+) -> MatmulTile:
+    """Tile of a dense product (M, K) x (N, K).
+
+    Args:
+      m, n, k: the product's extents.
+      operands: what the dots are made of.
+      cell: columns of K that share all scales applied inside the loop, None where no scale is.
+      exact: FP8 sums are promoted to float32 at least every 128 of K.
+      capability: compute capability times ten.
+      sm_count: streaming multiprocessors.
+      batch_invariant: the choice may not depend on ``m``.
+    """
+    block_k = step_of_k(cell, {"fp8": 128, "w8a16": 128, "16bit": 64, "32bit": 32}[operands])
+    if batch_invariant:
+        return _fitted(_tile(64, 128, block_k, 4, 4, operands, capability), operands, capability)
+    if m <= 64:
+        return _fitted(_few_rows(m, n, k, block_k, operands, sm_count), operands, capability)
+    promoted = operands == "fp8" and (exact or cell is not None)
+    candidates = [
+        _tile(block_m, block_n, block_k, warps, stages, operands, capability)
+        for block_m, block_n, warps, stages in _many_rows(operands, promoted, capability)
+    ]
+    best = min(candidates, key=lambda tile: _cost(tile, m, n, sm_count))
+    return _fitted(best, operands, capability)
+
+
+def _tile(
+    block_m: int, block_n: int, block_k: int, warps: int, stages: int, operands: Operands, capability: int
+) -> MatmulTile:
+    # On Hopper w8a16's decoded operand is fed from registers only as the tensor core's left one.
+    swap = operands == "w8a16" and capability >= 90
+    return MatmulTile(block_m=block_m, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages, swap=swap)
+
+
+def _few_rows(m: int, n: int, k: int, block_k: int, operands: Operands, sm_count: int) -> MatmulTile:
+    """Bound by reading w: every multiprocessor gets a share of w, by splitting K where N is short."""
+    block_m = max(16, 1 << (m - 1).bit_length())
+    if operands == "32bit":
+        return MatmulTile(block_m=block_m, block_n=32, block_k=block_k, num_warps=4, num_stages=3)
+    block_n = 128 if -(-n // 128) >= sm_count else 64
+    tiles, steps = -(-n // block_n), -(-k // block_k)
+    split = 1
+    while split < 16 and 2 * split * tiles <= 2 * sm_count and steps >= 8 * split:
+        split *= 2
+    return MatmulTile(
+        block_m=block_m, block_n=block_n, block_k=block_k, num_warps=4, num_stages=4, split_k=split, swap=True
+    )
+
+
+def _many_rows(operands: Operands, promoted: bool, capability: int) -> list[tuple[int, int, int, int]]:
+    """Candidates (rows, columns, warps, stages); larger ones do more work a byte, smaller ones fill the last wave."""
+    if operands == "32bit":
+        return [(64, 64, 4, 3)]
+    small = [(64, 128, 4, 4), (64, 64, 4, 4)]
+    if capability < 90:
+        return [(128, 128, 8, 3), *small]
+    if promoted:
+        return [(128, 128, 8, 3), *small]
+    if operands == "w8a16":
+        return [(128, 128, 8, 3), *small]
+    return [(128, 256, 8, 3), (128, 128, 8, 4), *small]
+
+
+_SPEED = {(128, 256): 1.0, (128, 128): 0.85, (64, 128): 0.72, (64, 64): 0.5}
+"""Sustained rate of a tile relative to the largest, on a full GPU."""
+
+
+def _cost(tile: MatmulTile, m: int, n: int, sm_count: int) -> float:
+    """Time in arbitrary units: whole waves of tiles, each as long as its work at the tile's rate."""
+    tiles = -(-m // tile.block_m) * -(-n // tile.block_n)
+    work = tile.block_m * tile.block_n / _SPEED[tile.block_m, tile.block_n]
+    # Programs of up to four warps share a multiprocessor in pairs.
+    resident = sm_count * (2 if tile.num_warps <= 4 else 1)
+    return -(-tiles // resident) * work * (2 if tile.num_warps <= 4 else 1)
+
+
+def _fitted(tile: MatmulTile, operands: Operands, capability: int) -> MatmulTile:
+    """The tile with as many stages, and if need be as long a step of K, as shared memory allows."""
+    x_bytes, w_bytes = _BYTES[operands]
+    limit = shared_memory(capability)
+    stages, block_k = tile.num_stages, tile.block_k
+    while stages * block_k * (tile.block_m * x_bytes + tile.block_n * w_bytes) > limit:
+        if stages > 2:
+            stages -= 1
+        else:
+            block_k //= 2
+    return replace(tile, num_stages=stages, block_k=block_k)

@@ -1,0 +1,131 @@
+"""First choices of tiles for layers of experts from shapes and device facts; pure functions, no GPU needed."""
+
+from dataclasses import dataclass, replace
+
+from pallas_kernels.tuning.heuristics import MatmulTile, Operands, shared_memory, step_of_k
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoETiles:
+    """How a layer's two grouped products are cut.
+
+    Attributes:
+      first: of x times w13; ``block_n`` counts columns of each half.
+      second: of the intermediate times w2; its ``block_m`` is the first's.
+      single: every slot is a block of its own and nothing is aligned; for few slots, of mostly different experts.
+    """
+
+    first: MatmulTile
+    second: MatmulTile
+    single: bool = False
+
+
+_BYTES = {"fp8": (1, 1), "w8a16": (2, 1), "16bit": (2, 2), "32bit": (4, 4)}
+"""Bytes an element of x and of w."""
+
+_STEP = {"fp8": 128, "w8a16": 64, "16bit": 64, "32bit": 32}
+"""Longest step of K."""
+
+_LONG = 4096
+"""K from which parts of it may go to several programs."""
+
+
+def moe_tiles(
+    tokens: int,
+    hidden: int,
+    intermediate: int,
+    experts: int,
+    top_k: int = 1,
+    *,
+    operands: Operands,
+    halves: int = 2,
+    first_cell: int | None = None,
+    second_cell: int | None = None,
+    group: int | None = None,
+    splits: bool = True,
+    batched: bool = False,
+    batch_invariant: bool = False,
+    capability: int = 90,
+    sm_count: int = 132,
+) -> MoETiles:
+    """Tiles of a layer of experts.
+
+    Args:
+      tokens: T, or the rows of each expert where ``batched``.
+      hidden, intermediate: H and I.
+      experts: experts here, E.
+      top_k: k.
+      operands: what the dots are made of.
+      halves: of w13, 2 if gated.
+      first_cell, second_cell: columns of K that share all scales inside the loop of each product, None where there are
+        none; see ``grouped.scale_cell``.
+      group: group of the intermediate's scales, where it is quantised by groups.
+      splits: the first product may be split along K, which postpones the intermediate to a launch of its own.
+      batched: for ``batched_experts``.
+      batch_invariant: the choice may not depend on ``tokens``.
+      capability: compute capability times ten.
+      sm_count: streaming multiprocessors.
+    """
+    slots = tokens * top_k
+    single = not (batched or batch_invariant) and 4 * slots <= experts
+    rows = tokens if batched else -(-slots // experts)
+    block_m = 64 if batch_invariant else 16 if single else _block_m(rows, operands)
+    promoted = operands == "fp8" and second_cell is not None
+    first_n = group if group in (32, 64, 128) else 128 if operands != "32bit" else 32
+    second_n = 32 if operands == "32bit" else 256 if block_m == 128 and not promoted and capability >= 90 else 128
+    swap = operands != "32bit" and (block_m <= 32 or (operands == "w8a16" and capability >= 90))
+    first, second = (
+        MatmulTile(
+            block_m=block_m,
+            block_n=block_n,
+            block_k=step_of_k(cell, _STEP[operands]),
+            num_warps=8 if block_m * block_n * parts > 64 * 128 or (operands == "w8a16" and block_m == 64) else 4,
+            num_stages=4 if block_m <= 32 else 3,
+            swap=swap,
+        )
+        for block_n, cell, parts in ((first_n, first_cell, halves), (second_n, second_cell, 1))
+    )
+    if single:
+        if splits:
+            first = _for_few(first, slots, intermediate, hidden, sm_count)
+        second = _for_few(second, slots, hidden, intermediate, sm_count)
+    return MoETiles(
+        first=_fitted(first, halves, operands, capability),
+        second=_fitted(second, 1, operands, capability),
+        single=single,
+    )
+
+
+def _block_m(rows: int, operands: Operands) -> int:
+    """Rows of a block for so many rows an expert on average."""
+    if rows <= 8:
+        return 16
+    if rows <= 64:
+        return 32
+    # Swapped, two accumulators of 128 rows would spill.
+    return 64 if rows < 512 or operands in ("w8a16", "32bit") else 128
+
+
+def _for_few(tile: MatmulTile, blocks: int, columns: int, k: int, sm_count: int) -> MatmulTile:
+    """The tile with K split where there would be too few programs, and too long ones, to keep memory busy."""
+    steps = -(-k // tile.block_k)
+    if k < _LONG or 2 * blocks * -(-columns // tile.block_n) > sm_count:
+        return tile
+    block_n = min(tile.block_n, 64)
+    programs, split = blocks * -(-columns // block_n), 1
+    while 2 * split * programs <= 2 * sm_count and steps >= 8 * split:
+        split *= 2
+    return replace(tile, block_n=block_n, split_k=split)
+
+
+def _fitted(tile: MatmulTile, halves: int, operands: Operands, capability: int) -> MatmulTile:
+    """The tile with as many stages, and if need be as long a step of K, as shared memory allows."""
+    x_bytes, w_bytes = _BYTES[operands]
+    column = tile.block_m * x_bytes + halves * tile.block_n * w_bytes
+    stages, block_k = tile.num_stages, tile.block_k
+    while stages * block_k * column > shared_memory(capability):
+        if stages > 2:
+            stages -= 1
+        else:
+            block_k //= 2
+    return replace(tile, num_stages=stages, block_k=block_k)
