@@ -452,7 +452,7 @@ def _pointers(ctx: tl.LoweringRuleContext, pointer: Any, indices: Sequence[Any],
             index, aval = next(given)
             index, index_shape = tl._ensure_ir_value(index, aval), aval.shape
         axes.append((index, index_shape, stride, (full[axis] - 1) * stride > _INT32_MAX))
-    wide_base = math.prod(full) > _INT32_MAX
+    wide_base = math.prod(full) - 1 > _INT32_MAX
     for index, index_shape, stride, _ in axes:
         if not index_shape:
             pointer = tl._add(pointer, _scaled(index, stride, wide_base))

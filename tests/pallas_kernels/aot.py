@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from tests.pallas_kernels import lanes
 
@@ -98,7 +98,7 @@ def compile_for(
     """
     sharding = NamedSharding(Mesh(np.array(topology(capability).devices), ("x",)), PartitionSpec())
     placed = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in arguments]
-    with lanes.device_of(capability), scope or contextlib.nullcontext():
+    with use_abstract_mesh(lanes.mesh_of(capability, x=1)), scope or contextlib.nullcontext():
         lowered = jax.jit(function).trace(*placed).lower(lowering_platforms=("cuda",))
     options = {"xla_gpu_fail_ptx_compilation_on_register_spilling": not spills}
     compiled = lowered.compile(compiler_options=options)

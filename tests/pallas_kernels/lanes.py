@@ -1,13 +1,13 @@
 """Lowering kernels for GPUs that are not here: the Triton IR that a function's kernels become, parsed and verified."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.mlir import ir
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 from jaxlib.triton import dialect as triton_dialect
 
 KINDS = {80: "NVIDIA A100-SXM4-80GB", 89: "NVIDIA L4", 90: "NVIDIA H200", 100: "NVIDIA B200"}
@@ -29,25 +29,21 @@ class Kernel:
         return sum(f"{operation} " in line or line.rstrip().endswith(operation) for line in self.text.splitlines())
 
 
-@contextlib.contextmanager
-def device_of(capability: int) -> Iterator[None]:
-    """Pallas-Triton asks for the device from JAX 0.11 on; before, it lowers for sm90 where there is none."""
-    if jax.__version_info__ < (0, 11):
-        yield
-        return
-    from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
-
+def mesh_of(capability: int, **axes: int) -> AbstractMesh:
+    """A mesh of such GPUs, of which Pallas-Triton asks the kind; before JAX 0.11 it takes sm90 where there is none."""
     device = AbstractDevice(KINDS[capability], None, "gpu")
-    with use_abstract_mesh(AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)):
-        yield
+    types = (AxisType.Auto,) * len(axes)
+    return AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=types, abstract_device=device)
 
 
-def lower_for(function: Callable[..., Any], arguments: Sequence[Any], capability: int = 90) -> list[Kernel]:
+def lower_for(
+    function: Callable[..., Any], arguments: Sequence[Any], capability: int = 90, *, mesh: AbstractMesh | None = None
+) -> list[Kernel]:
     """The kernels that ``jax.jit(function)`` launches on such a GPU, in order, each parsed and verified.
 
-    ``arguments`` are arrays or ``jax.ShapeDtypeStruct``.
+    ``arguments`` are arrays or ``jax.ShapeDtypeStruct``; ``mesh`` is one of ``mesh_of``, of one GPU by default.
     """
-    with device_of(capability):
+    with use_abstract_mesh(mesh or mesh_of(capability, x=1)):
         lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
     found: list[Kernel] = []
 
