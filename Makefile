@@ -20,7 +20,7 @@ PY312 := jax012 jax0112
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-py312 $(PY312:%=test-py312-%) lint format clean distclean
+.PHONY: help demo test test-py312 $(PY312:%=test-py312-%) test-aot lint format clean distclean
 
 help: ## show this help
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -45,6 +45,9 @@ test-py312: ## the CPU tests on Python >= 3.12 with the newer JAX releases
 $(PY312:%=test-py312-%): test-py312-%: .venv-py312-%/.installed
 	.venv-py312-$*/bin/$(PYTEST)
 
+test-aot: .venv-aot/.installed ## compile the kernels for GPUs that are not here
+	.venv-aot/bin/$(PYTEST) -m aot
+
 lint: $(VENV)/.installed-test ## ruff, mypy and import-linter
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -60,7 +63,7 @@ clean: ## remove caches, builds and the demo's results
 	find . -path './.venv*' -prune -o -type d \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +
 
 distclean: clean ## remove the environments too
-	rm -rf $(VENV) $(PY312:%=.venv-py312-%)
+	rm -rf $(VENV) .venv-aot $(PY312:%=.venv-py312-%)
 
 # $(call make_venv,DIRECTORY,LEAST VERSION): a half-made environment would pass for a whole one, so it is removed.
 define make_venv
@@ -84,6 +87,12 @@ $(VENV)/.installed: pyproject.toml $(VENV)/pyvenv.cfg
 
 $(VENV)/.installed-%: pyproject.toml $(VENV)/pyvenv.cfg
 	$(call install,$(VENV),'.[$*]')
+
+.venv-aot/pyvenv.cfg:
+	$(call make_venv,.venv-aot,3.11)
+
+.venv-aot/.installed: pyproject.toml .venv-aot/pyvenv.cfg
+	$(call install,.venv-aot,'.[test,aot]')
 
 $(PY312:%=.venv-py312-%/pyvenv.cfg): .venv-py312-%/pyvenv.cfg:
 	$(call make_venv,.venv-py312-$*,3.12)

@@ -1,6 +1,6 @@
 """Compiling for a GPU that is not here: JAX's CUDA plugin does it without a driver and without CUDA's libraries."""
 
-import contextlib
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from tests.pallas_kernels import lanes
 
@@ -19,6 +19,7 @@ installed = pytest.mark.skipif(
     find_spec("jax_cuda12_plugin") is None,
     reason="compiling for a GPU that is not here needs JAX's CUDA plugin: pip install 'jmoe[aot]'",
 )
+"""Put on every test of this lane, beside the marker ``aot``."""
 
 _TARGET = """
 gpu_device_info {{
@@ -56,7 +57,6 @@ class Compiled:
 
     hlo: str
     temporary_bytes: int
-    serialized: bytes
 
     @property
     def launches(self) -> list[str]:
@@ -89,21 +89,32 @@ def compile_for(
     arguments: Sequence[Any],
     capability: int = 90,
     *,
+    specs: Sequence[PartitionSpec] | None = None,
     spills: bool = False,
-    scope: contextlib.AbstractContextManager[Any] | None = None,
+    **axes: int,
 ) -> Compiled:
-    """``jax.jit(function)`` compiled for one GPU at the shapes of ``arguments``; fails where registers spill.
+    """``jax.jit(function)`` compiled at the shapes of ``arguments`` (trees); fails where registers spill.
 
-    ``spills`` lets them.
+    Args:
+      function: of the arguments.
+      arguments: trees of arrays or ``jax.ShapeDtypeStruct``.
+      capability: of the GPUs.
+      specs: how each argument lies on the mesh; replicated by default.
+      spills: let registers spill.
+      **axes: the mesh, one GPU by default.
     """
-    sharding = NamedSharding(Mesh(np.array(topology(capability).devices), ("x",)), PartitionSpec())
-    placed = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding) for a in arguments]
-    with use_abstract_mesh(lanes.mesh_of(capability, x=1)), scope or contextlib.nullcontext():
-        lowered = jax.jit(function).trace(*placed).lower(lowering_platforms=("cuda",))
+    axes = axes or {"x": 1}
+    devices = np.array(topology(capability, math.prod(axes.values())).devices).reshape(*axes.values())
+    mesh = Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+    def placed(tree: Any, spec: PartitionSpec) -> Any:
+        sharding = NamedSharding(mesh, spec)
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tree)
+
+    specs = specs or [PartitionSpec()] * len(arguments)
+    with use_abstract_mesh(lanes.mesh_of(capability, **axes)):
+        traced = jax.jit(function).trace(*map(placed, arguments, specs))
+        lowered = traced.lower(lowering_platforms=("cuda",))
     options = {"xla_gpu_fail_ptx_compilation_on_register_spilling": not spills}
     compiled = lowered.compile(compiler_options=options)
-    return Compiled(
-        compiled.as_text(),
-        compiled.memory_analysis().temp_size_in_bytes,
-        compiled.runtime_executable().serialize(),
-    )
+    return Compiled(compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes)

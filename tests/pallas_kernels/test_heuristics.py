@@ -1,0 +1,89 @@
+"""Tiles chosen from shapes and device facts."""
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+from pallas_kernels.tuning.heuristics import matmul_tile, shared_memory, step_of_k
+
+BYTES = {"fp8": (1, 1), "w8a16": (2, 1), "16bit": (2, 2), "32bit": (4, 4)}
+
+
+@pytest.mark.parametrize(
+    "cell, limit, step",
+    [
+        (None, 128, 128),
+        (128, 128, 128),
+        (64, 128, 64),
+        (32, 128, 32),
+        (192, 128, 64),  # 64 divides it
+        (48, 128, 64),  # 16 divides it, below the least: one masked step
+        (200, 128, 128),  # 8 divides it: two masked steps
+        (16, 128, 32),
+        (256, 128, 128),
+    ],
+)
+def test_step_of_k(cell, limit, step):
+    assert step_of_k(cell, limit) == step
+
+
+@hypothesis.given(
+    m=st.integers(1, 100_000),
+    n=st.integers(1, 100_000),
+    k=st.integers(1, 100_000),
+    operands=st.sampled_from(sorted(BYTES)),
+    cell=st.sampled_from([None, 32, 48, 64, 128, 200]),
+    exact=st.booleans(),
+    capability=st.sampled_from([80, 86, 89, 90, 100, 120]),
+    batch_invariant=st.booleans(),
+)
+def test_h14_every_tile_is_one_that_triton_takes(m, n, k, operands, cell, exact, capability, batch_invariant):
+    tile = matmul_tile(
+        m,
+        n,
+        k,
+        operands=operands,
+        cell=cell,
+        exact=exact,
+        capability=capability,
+        sm_count=108,
+        batch_invariant=batch_invariant,
+    )
+    extents = (tile.block_m, tile.block_n, tile.block_k)
+    assert all(e >= 16 and e & (e - 1) == 0 for e in extents)
+    assert tile.block_k >= 32 or operands != "fp8"
+    x_bytes, w_bytes = BYTES[operands]
+    used = tile.num_stages * tile.block_k * (tile.block_m * x_bytes + tile.block_n * w_bytes)
+    assert used <= shared_memory(capability)
+    # A step never straddles a cell, unless it covers one (or a part of one) with masked lanes.
+    assert cell is None or cell % tile.block_k == 0 or cell % 32 != 0
+    assert tile.split_k <= max(1, -(-k // tile.block_k))
+
+
+def test_j01_an_unknown_gpu_gets_tiles_for_a_small_one():
+    assert matmul_tile(4096, 4096, 4096, operands="16bit", capability=999).block_m <= 128
+    assert shared_memory(999) == 99 * 1024
+
+
+def test_batch_invariant_tiles_do_not_depend_on_rows():
+    tiles = {
+        matmul_tile(m, 4096, 4096, operands="fp8", cell=128, batch_invariant=True) for m in (1, 16, 64, 65, 512, 8192)
+    }
+    assert len(tiles) == 1
+    assert tiles.pop().split_k == 1
+
+
+def test_few_rows_split_k_where_w_is_too_short_to_fill_the_gpu():
+    assert matmul_tile(8, 1024, 8192, operands="fp8").split_k > 1
+    assert matmul_tile(8, 65536, 8192, operands="fp8").split_k == 1
+    assert matmul_tile(8192, 8192, 8192, operands="fp8").split_k == 1
+
+
+def test_large_products_on_hopper_take_the_measured_tiles():
+    """The fastest of those measured on an H200 at 8192 cubed."""
+    tile = matmul_tile(8192, 8192, 8192, operands="fp8")
+    assert (tile.block_m, tile.block_n, tile.block_k, tile.num_warps, tile.num_stages) == (128, 256, 128, 8, 3)
+    tile = matmul_tile(8192, 8192, 8192, operands="16bit")
+    assert (tile.block_m, tile.block_n, tile.block_k, tile.num_warps, tile.num_stages) == (128, 256, 64, 8, 3)
+    tile = matmul_tile(8192, 8192, 8192, operands="fp8", cell=128)
+    assert (tile.block_m, tile.block_n, tile.block_k, tile.num_warps, tile.num_stages) == (128, 128, 128, 8, 3)
