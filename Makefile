@@ -18,6 +18,9 @@ JAX_jax012 := 0.12.*
 JAX_jax0112 := 0.11.2
 PY312 := jax012 jax0112
 
+# A comma in a call would part its arguments.
+AOT := '.[test,aot]'
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-py312 $(PY312:%=test-py312-%) test-aot lint format clean distclean
@@ -92,7 +95,7 @@ $(VENV)/.installed-%: pyproject.toml $(VENV)/pyvenv.cfg
 	$(call make_venv,.venv-aot,3.11)
 
 .venv-aot/.installed: pyproject.toml .venv-aot/pyvenv.cfg
-	$(call install,.venv-aot,'.[test,aot]')
+	$(call install,.venv-aot,$(AOT))
 
 $(PY312:%=.venv-py312-%/pyvenv.cfg): .venv-py312-%/pyvenv.cfg:
 	$(call make_venv,.venv-py312-$*,3.12)
