@@ -1,6 +1,7 @@
 """The command line: compare, inspect, explain, doctor."""
 
 import importlib.metadata
+import os
 import platform
 import re
 import sys
@@ -32,8 +33,12 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-console = Console() if sys.stdout.isatty() else Console(width=120)
+# Tables fold into a terminal's width; a pipe, at whose other end names may be looked for, gets wider ones.
+_WIDTH = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120
+# What is printed holds paths and names, in which brackets and colons are just that.
+console = Console(width=_WIDTH, markup=False, emoji=False, highlight=False)
 
+_RECIPES_HELP = f"e.g. fp8_block,int4:group=64; default: {','.join(DEFAULT_RECIPES)}."
 _DeviceOption = Annotated[str | None, typer.Option("--device", help="A known device such as h100; default: this one.")]
 
 
@@ -44,12 +49,16 @@ def main() -> None:
     except ExceptionGroup as group:
         reasons = "; ".join(str(error) for error in group.exceptions)
         sys.exit(_fail(f"{group.message}: {reasons}"))
-    except (ValueError, TypeError, NotImplementedError, OSError) as error:
+    except OSError as error:
+        named = error.filename is not None and error.strerror is not None
+        sys.exit(_fail(f"{error.filename}: {error.strerror}" if named else str(error)))
+    except (ValueError, TypeError, NotImplementedError) as error:
         sys.exit(_fail(str(error)))
 
 
 def _fail(message: str) -> int:
-    Console(stderr=True).print(f"jmoe: {message}", style="red", highlight=False, markup=False, soft_wrap=True)
+    stderr = Console(stderr=True, markup=False, emoji=False, highlight=False)
+    stderr.print(f"jmoe: {message}", style="red", soft_wrap=True)
     return 1
 
 
@@ -57,13 +66,17 @@ def _fail(message: str) -> int:
 def compare(
     path: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A folder with config.json and safetensors.")],
     text: Annotated[Path, typer.Option(help="What to score: bytes for 256 tokens, else token ids as .npy.")],
-    recipes: Annotated[str, typer.Option(help="e.g. fp8_block,int4:group=64.")] = ",".join(DEFAULT_RECIPES),
+    recipes: Annotated[str | None, typer.Option(help=_RECIPES_HELP)] = None,
     out: Annotated[Path, typer.Option(help="Where JSON and chart go.")] = Path("compare-results"),
     dtype: Annotated[str | None, typer.Option(help="Computed in; default: float32 on CPUs, else bfloat16.")] = None,
     windows: Annotated[int | None, typer.Option(min=1, help="Score so many windows only.")] = None,
 ) -> None:
     """Quantizes a trained model with several recipes and shows what each costs and gains."""
-    names = split_recipes(recipes)
+    if dtype is not None:
+        _check_dtype(dtype)
+    names = None if recipes is None else split_recipes(recipes)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is no folder")
     with _progress() as progress:
         task = progress.add_task("starting", total=None)
         comparison = run_comparison(
@@ -76,16 +89,24 @@ def compare(
         )
     console.print(comparison.table())
     out.mkdir(parents=True, exist_ok=True)
-    results, chart = out / "compare.json", out / "compare.png"
-    results.write_text(comparison.to_json())
-    comparison.save_chart(chart)
-    console.print(f"wrote {results} and {chart}", highlight=False, soft_wrap=True)
+    written = [out / "compare.json"]
+    written[0].write_text(comparison.to_json())
+    if len(comparison.rows) > 1:
+        written.append(out / "compare.png")
+        comparison.save_chart(written[1])
+    console.print(f"wrote {' and '.join(map(str, written))}", soft_wrap=True)
 
 
 def _progress() -> Progress:
-    """A progress bar on standard error, so that standard output holds results only."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    """A progress bar on standard error if that is a terminal; standard output holds results only."""
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    stderr = Console(stderr=True)
+    return Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal)
+
+
+def _check_dtype(name: str) -> None:
+    if name not in ("bfloat16", "float16", "float32"):
+        raise ValueError(f"--dtype {name!r} must be bfloat16, float16 or float32")
 
 
 @app.command("explain")
@@ -108,8 +129,7 @@ def explain_command(
     spec = as_device(device)
     if op not in ("moe", "batched_experts", "linear"):
         raise ValueError(f"--op {op!r} is unknown; it is moe, batched_experts or linear")
-    if dtype not in ("bfloat16", "float16", "float32"):
-        raise ValueError(f"--dtype {dtype!r} must be bfloat16, float16 or float32")
+    _check_dtype(dtype)
     act = as_activation(activation) if activation else (None if op == "linear" else as_activation("silu"))
     if act is not None:
         act.check_halves(2 if gated and op != "linear" else 1)
@@ -130,14 +150,15 @@ def explain_command(
         dtype=dtype,
         out_dtype=dtype,
     )
-    console.print(f"on {spec.describe()}", highlight=False)
     if recipe == "all":
-        console.print(_recipe_table(operation, spec))
+        table = _recipe_table(operation, spec, implementation)
+        console.print(f"on {spec.describe()}")
+        console.print(table)
         return
     operation = operation.replace(recipe=as_recipe(recipe))
     selection = select(operation, spec, implementation=implementation)
-    for line in [*describe(operation, selection), *_cost(operation, spec)]:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    for line in [f"on {spec.describe()}", *describe(operation, selection), *_cost(operation, spec)]:
+        console.print(line, soft_wrap=True)
 
 
 def _cost(op: OpSpec, device: DeviceSpec) -> list[str]:
@@ -181,23 +202,36 @@ def _size(count: int) -> str:
     return f"{count} bytes"
 
 
-def _choice(op: OpSpec, device: DeviceSpec) -> tuple[Selection | None, str]:
-    """What would run, or why nothing does by default."""
+def _choice(op: OpSpec, device: DeviceSpec, implementation: str | None = None) -> tuple[Selection | None, str]:
+    """What would run, or why nothing does."""
     try:
-        selection = select(op, device)
+        selection = select(op, device, implementation=implementation)
+    except NotImplementedError:
+        return None, _refusal(op, device, implementation or jmoe.config.implementation)
     except ExceptionGroup as group:
         return None, "; ".join(str(error) for error in group.exceptions)
     return selection, selection.note or selection.reason
 
 
-def _recipe_table(op: OpSpec, device: DeviceSpec) -> ReasonedTable:
-    table = ReasonedTable(op.replace(recipe=jmoe.recipe("bf16")).describe().replace(" bf16", "", 1))
-    for heading in ("recipe", "weight x activation", "weights", "takes"):
-        table.add_column(heading, overflow="fold", no_wrap=heading == "recipe")
+def _refusal(op: OpSpec, device: DeviceSpec, name: str) -> str:
+    """Why an implementation that was asked for cannot serve, in its own words; "" where it can."""
+    try:
+        IMPLEMENTATIONS[name].plan(op, device, explicit=True)
+    except NotImplementedError as refusal:
+        return str(refusal)
+    return ""
+
+
+def _recipe_table(op: OpSpec, device: DeviceSpec, implementation: str | None) -> ReasonedTable:
+    table = ReasonedTable(op.describe().replace(f" {op.recipe.name}", "", 1))
+    table.add_column("recipe", no_wrap=True)
+    table.add_column("weight x activation")
+    table.add_column("weights", justify="right", no_wrap=True)
+    table.add_column("takes", no_wrap=True)
     table.add_column("why", justify="right")
     for name in RECIPES:
         each = op.replace(recipe=jmoe.recipe(name))
-        selection, note = _choice(each, device)
+        selection, note = _choice(each, device, implementation)
         size = _size(sum(weight_bytes(each.recipe, shape) for shape in _weight_shapes(each)))
         table.add_row(
             name, each.recipe.describe(), size, selection.implementation if selection else "none", table.why(note)
@@ -216,35 +250,33 @@ def inspect(
     spec = as_device(device)
     with checkpoint.open(path) as opened:
         summary = opened.summary()
-        top_k = int(opened.text_config.get("num_experts_per_tok", 1))
+        top_k = int(opened.text_config.get("num_experts_per_tok") or 1)
     model = summary.model_type or "unknown model type"
     console.print(
         f"{path}: {model}, quantization method {summary.method}, {summary.parameters / 1e6:,.2f} M parameters, "
         f"{_size(summary.nbytes)}",
-        highlight=False,
         soft_wrap=True,
     )
     console.print(_module_table(summary, spec, tokens, top_k, each=modules))
     left = sum(module.nbytes for module in summary.unquantized)
-    console.print(f"left unquantized: {_size(left)} of {_size(summary.nbytes)}", highlight=False)
+    console.print(f"left unquantized: {_size(left)} of {_size(summary.nbytes)}")
     if summary.kv_scales:
-        console.print(f"scales of a KV cache: {len(summary.kv_scales)} tensors, not used here", highlight=False)
+        console.print(f"scales of a KV cache: {len(summary.kv_scales)} tensors, not used here")
     verdict = "fit" if summary.nbytes < spec.memory else "do not fit"
     share = summary.nbytes / spec.memory
     console.print(
         f"the weights {verdict} on {spec.describe()}: {share:.1%} of its memory, before activations and KV cache",
-        highlight=False,
         soft_wrap=True,
     )
 
 
 def _module_table(summary: Summary, device: DeviceSpec, tokens: int, top_k: int, *, each: bool) -> ReasonedTable:
     table = ReasonedTable(f"modules, and what would run {tokens} tokens on {device.name}")
-    table.add_column("modules", no_wrap=True)
-    table.add_column("recipe", overflow="fold", min_width=12)
+    table.add_column("modules", overflow="fold")
+    table.add_column("recipe", overflow="fold")
     table.add_column("shape", no_wrap=True)
     table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("runs on", justify="right")
+    table.add_column("runs on", justify="right", no_wrap=True)
     groups: dict[tuple[str, object], list[ModuleSummary]] = {}
     for module in summary.modules:
         name = module.name if each else re.sub(r"(?<=\.)\d+(?=\.)", "N", module.name.removeprefix("model."))
@@ -307,12 +339,12 @@ def doctor(device: _DeviceOption = None) -> None:
             if "plugin" not in package:
                 versions.add_row(package, "not installed")
     console.print(versions)
+    console.print(f"JAX sees: {', '.join(str(d) for d in _devices())}")
     spec = as_device(device)
-    console.print(f"JAX sees: {', '.join(str(d) for d in jax.devices())}", highlight=False)
-    console.print(f"selecting for: {spec.describe()}", highlight=False)
+    console.print(f"selecting for: {spec.describe()}")
     if spec.platform == "cpu":
         hint = "No GPU is used. For an NVIDIA GPU install jmoe[cuda13] or jmoe[cuda12]."
-        console.print(hint, highlight=False, markup=False)
+        console.print(hint)
     op = OpSpec(
         op="moe",
         recipe=jmoe.recipe("bf16"),
@@ -327,11 +359,21 @@ def doctor(device: _DeviceOption = None) -> None:
     console.print(_implementation_table(op, spec))
 
 
+def _devices() -> list[jax.Device]:
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # an unknown platform, and one whose plugin is not installed
+        asked = os.environ.get("JAX_PLATFORMS", "")
+        reason = str(error) or "no plugin for it is installed"
+        raise ValueError(f"JAX finds no device, with JAX_PLATFORMS={asked!r}: {reason}") from error
+
+
 def _implementation_table(op: OpSpec, device: DeviceSpec) -> ReasonedTable:
     """A row for each answer of each implementation, with the recipes that get it."""
     table = ReasonedTable("implementations, for a layer of 8 experts")
-    for heading in ("implementation", "usable", "recipes", "why"):
-        table.add_column(heading, overflow="fold")
+    for heading in ("implementation", "usable", "recipes"):
+        table.add_column(heading)
+    table.add_column("why", justify="right")
     for name, module in IMPLEMENTATIONS.items():
         answers: dict[tuple[str, str], list[str]] = {}
         for recipe in RECIPES:

@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,9 @@ from rich.text import Text
 
 import jmoe
 from jmoe import checkpoint
-from jmoe.backends.select import current_device
+from jmoe.backends.select import IMPLEMENTATIONS, current_device
 from jmoe.config import config
-from jmoe.models import Decoder
-from jmoe.models.decoder import evaluate
+from jmoe.models import Decoder, DecoderConfig, evaluate
 from jmoe.nn import calibrate, quantize_model
 from jmoe.nn.rules import Rules
 from jmoe.ops.explain import Explanation, explain
@@ -42,12 +41,22 @@ Progress = Callable[[str, int, int], None]
 
 _CALIBRATION_WINDOWS = 16
 
+_EMULATOR = "xla"
+"""The implementation that computes what a device has no units for, where it is asked for by name."""
+
 
 class ReasonedTable(Table):
     """A table whose reasons are numbered, each written out once below it."""
 
     def __init__(self, title: str) -> None:
-        super().__init__(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        super().__init__(
+            title=Text(title),  # a path's brackets are no markup
+            title_justify="left",
+            caption_justify="left",
+            box=box.SIMPLE_HEAD,
+            collapse_padding=True,
+            pad_edge=False,
+        )
         self._reasons: list[str] = []
 
     def why(self, reason: str) -> str:
@@ -77,7 +86,7 @@ class Row:
       weight_bytes: bytes of all the model's weights, scales included.
       sqnr_db: signal to quantisation noise of the quantized weights in dB; None where none is quantized.
       loss: held-out loss in nats a token.
-      loss_change: against the row of bf16.
+      loss_change: against the row of bf16; None where there is none.
       tokens_per_second: of the compiled evaluation, compilation excluded.
       implementation: what ran, and ``reason`` why.
       layers: every quantized layer's error.
@@ -87,7 +96,7 @@ class Row:
     weight_bytes: int
     sqnr_db: float | None
     loss: float
-    loss_change: float
+    loss_change: float | None
     tokens_per_second: float
     implementation: str
     reason: str
@@ -110,17 +119,18 @@ class Comparison:
     rows: tuple[Row, ...]
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+        """All of it; a number that JSON does not have (an SQNR without noise is infinite) is null."""
+        return json.dumps(_jsonable(dataclasses.asdict(self)), indent=1, allow_nan=False) + "\n"
 
     def table(self) -> ReasonedTable:
         """The rows for a terminal."""
         table = ReasonedTable(
             f"{self.checkpoint} on {self.device}, computed in {self.dtype}, {self.tokens:,} tokens scored"
         )
-        table.add_column("recipe", no_wrap=True)
+        table.add_column("recipe", overflow="fold")
         for heading in ("weights\nMB", "SQNR\ndB", f"loss\n{self.unit}", "change", "tokens/s"):
             table.add_column(heading, justify="right", no_wrap=True)
-        table.add_column("runs on")
+        table.add_column("runs on", no_wrap=True)
         table.add_column("why", justify="right")
         for row in self.rows:
             table.add_row(
@@ -128,7 +138,7 @@ class Comparison:
                 f"{row.weight_bytes / 1e6:.2f}",
                 "-" if row.sqnr_db is None else f"{row.sqnr_db:.1f}",
                 f"{row.loss:.4f}",
-                f"{row.loss_change:+.4f}",
+                "-" if row.loss_change is None else f"{row.loss_change:+.4f}",
                 f"{row.tokens_per_second:,.0f}",
                 row.implementation,
                 table.why(row.reason),
@@ -136,20 +146,26 @@ class Comparison:
         return table
 
     def save_chart(self, path: Path) -> None:
-        """A PNG: loss change against bytes, and the error of every layer."""
+        """A PNG: loss change against bytes, and the error of every layer.
+
+        Raises:
+          ValueError: only one row, which there is nothing to compare with.
+        """
+        if len(self.rows) < 2:
+            raise ValueError(f"{self.checkpoint} has one row, {self.rows[0].recipe}; a chart compares at least two")
         from matplotlib.figure import Figure  # slow to import, needed only here
 
         figure = Figure(figsize=(14, 5.5), layout="constrained")
         by_bytes, by_layer = figure.subplots(1, 2)
         draw_loss_against_bytes(by_bytes, self)
         draw_error_by_layer(by_layer, self)
-        figure.suptitle(f"{self.checkpoint} on {self.device}")
+        figure.suptitle(f"{self.checkpoint} on {self.device}", parse_math=False)
         figure.savefig(path, dpi=130)
 
 
 def compare(
     path: Path | str,
-    recipes: Sequence[Recipe | str] = DEFAULT_RECIPES,
+    recipes: Sequence[Recipe | str] | None = None,
     *,
     text: Path | str,
     dtype: jax.typing.DTypeLike | None = None,
@@ -161,47 +177,54 @@ def compare(
     """Loads a checkpoint, quantizes it with each recipe in turn, and scores a text.
 
     Every projection of attention and every expert is quantized; router, embedding, norms and lm_head are not. A text is
-    scored in windows of ``window`` tokens, each read on its own, all of its tokens but the first scored.
+    scored in windows of ``window`` tokens, each read on its own, all of its tokens but the first scored. Recipes with
+    given activation scales are calibrated on the first windows.
 
     Args:
       path: the checkpoint, unquantized; one that is quantized already gets one row, as it is stored.
-      recipes: recipes or their names. The first row is always bf16, which the others' change is against.
+      recipes: recipes or their names, ``DEFAULT_RECIPES`` by default. The first row is bf16, which the others' change
+        is against, whether it is among them or not.
       text: a file of bytes for a model of 256 tokens, or of token ids (``.npy``, integers, one axis) for any.
       dtype: what is computed in; float32 on CPUs and bfloat16 elsewhere by default.
       window: tokens a window.
       batch: windows computed at once.
-      windows: score just so many; all by default.
+      windows: score just so many, the first of the text; all by default.
       progress: called as work proceeds.
 
     Raises:
-      ValueError: an unknown recipe, a text of the wrong kind or too short, recipes asked of a quantized checkpoint.
+      ValueError: an unknown recipe, a text of the wrong kind or too short, a model that is no decoder of
+        ``jmoe.models``, recipes asked of a quantized checkpoint.
       OSError: a file that cannot be read.
     """
+    for name, value, least in (("window", window, 2), ("batch", batch, 1), ("windows", windows, 1)):
+        if value is not None and value < least:
+            raise ValueError(f"{name}={value} must be at least {least}")
     device = current_device()
     dtype = jnp.dtype(dtype or (jnp.float32 if device.platform == "cpu" else jnp.bfloat16))
     with checkpoint.open(path) as opened:
-        method = opened.summary().method
-        tokens = read_tokens(Path(text), int(opened.text_config["vocab_size"]))
-    tokens = tokens[: window * min(len(tokens) // window, windows or len(tokens))]
+        method = opened.method_name
+        vocab_size = _vocab_size(opened)
     stored = method != "none"
-    chosen = [as_recipe(recipe) for recipe in recipes]
-    if stored and tuple(recipes) != DEFAULT_RECIPES:
+    if stored and recipes is not None:
         raise ValueError(
             f"{path} is quantized already ({method}): recipes are compared on an unquantized checkpoint, "
-            "and without --recipes it is scored as it is stored"
+            "and without them it is scored as it is stored"
         )
-    if not stored and chosen[0].weight is not None:
-        chosen.insert(0, jmoe.recipe("bf16"))
+    chosen = _with_baseline(DEFAULT_RECIPES if recipes is None else recipes)
+    tokens = _whole_windows(read_tokens(Path(text), vocab_size), window, windows, text)
+    batch = min(batch, len(tokens) // window)
     names = [AS_STORED] if stored else [recipe.name for recipe in chosen]
     steps_a_row = -(-len(tokens) // (window * batch)) + 1
     report = _Steps(progress, steps_a_row * len(names))
     rows: list[Row] = []
     for name, recipe in zip(names, [None] if stored else chosen, strict=True):
-        report.phase = name
+        report.begin(name)
         # Held as the file has it, so that a row's bytes are those of its weights whatever is computed in.
         model = checkpoint.load_model(path, dtype=dtype, param_dtype=jnp.bfloat16)
         layers = _quantize(model, recipe, tokens, window) if recipe is not None and recipe.weight is not None else ()
-        rows.append(_score(name, model, layers, tokens, window, batch, rows[0].loss if rows else None, report))
+        row = _score(name, model, layers, tokens, window, batch, report)
+        baseline = rows[0].loss if rows else row.loss
+        rows.append(row if stored else dataclasses.replace(row, loss_change=row.loss - baseline))
         del model
         gc.collect()
     return Comparison(
@@ -216,6 +239,29 @@ def compare(
         versions={package: importlib.metadata.version(package) for package in ("jmoe", "jax", "flax", "numpy")},
         rows=tuple(rows),
     )
+
+
+def _vocab_size(opened: checkpoint.Checkpoint) -> int:
+    """Tokens of the model, whose configuration must be one that ``jmoe.models`` has a decoder for."""
+    try:
+        return DecoderConfig.from_hf(opened.text_config).vocab_size
+    except ValueError as error:
+        raise ValueError(f"{opened.path}: {error}") from error
+
+
+def _with_baseline(recipes: Sequence[Recipe | str]) -> list[Recipe]:
+    """The recipes, bf16 before those that quantize."""
+    return [jmoe.recipe("bf16"), *(r for r in map(as_recipe, recipes) if r.weight is not None)]
+
+
+def _whole_windows(tokens: np.ndarray, window: int, windows: int | None, text: Path | str) -> np.ndarray:
+    """The first ``windows`` windows of the tokens, all whole ones by default."""
+    count = len(tokens) // window
+    if not count:
+        raise ValueError(f"{text} holds {len(tokens)} tokens, which is less than a window of {window}")
+    if windows is not None and windows > count:
+        raise ValueError(f"windows={windows} is more than the {count} windows of {window} tokens that {text} holds")
+    return tokens[: window * (windows or count)]
 
 
 def quantization_rules(recipe: Recipe | str) -> Rules:
@@ -240,7 +286,11 @@ def split_recipes(text: str) -> list[str]:
 def read_tokens(path: Path, vocab_size: int) -> np.ndarray:
     """Token ids (n,) from a file: bytes for a vocabulary of 256, a ``.npy`` of integers for any."""
     if path.suffix == ".npy":
-        tokens = np.load(path, allow_pickle=False)
+        with path.open("rb") as file:
+            try:
+                tokens = np.lib.format.read_array(file, allow_pickle=False)
+            except ValueError as error:
+                raise ValueError(f"{path} is not an array of token ids: {error}") from error
         if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
             raise ValueError(f"{path} holds {tokens.dtype} of shape {tokens.shape}, but token ids are integers (n,)")
     elif vocab_size == 256:
@@ -248,7 +298,9 @@ def read_tokens(path: Path, vocab_size: int) -> np.ndarray:
     else:
         raise ValueError(f"{path} is read as bytes, but the model has {vocab_size} tokens; give token ids as a .npy")
     if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
-        raise ValueError(f"{path} has token ids up to {tokens.max()}, but the model has {vocab_size} tokens")
+        raise ValueError(
+            f"{path} has token ids from {tokens.min()} to {tokens.max()}, but the model has {vocab_size} tokens"
+        )
     return tokens.astype(np.int32)
 
 
@@ -261,8 +313,15 @@ class _Steps:
     phase: str = ""
     done: int = 0
 
+    def begin(self, phase: str) -> None:
+        self.phase = phase
+        self._tell()
+
     def advance(self) -> None:
         self.done += 1
+        self._tell()
+
+    def _tell(self) -> None:
         if self.progress is not None:
             self.progress(self.phase, self.done, self.total)
 
@@ -287,21 +346,13 @@ def _score(
     tokens: np.ndarray,
     window: int,
     batch: int,
-    baseline: float | None,
     report: _Steps,
 ) -> Row:
-    sample = jax.ShapeDtypeStruct((batch, window), jnp.int32)
-    asked = None
-    try:
-        explanation = explain(model, sample)
-    except ExceptionGroup:
-        # Nothing serves this recipe by default on this device, so it is emulated, and the row says so.
-        asked = "xla"
-        with config(implementation=asked):
-            explanation = explain(model, sample)
+    """The row of a model, compared with none yet."""
+    asked, implementation, reason = _choice(model, jax.ShapeDtypeStruct((batch, window), jnp.int32))
     step = window * batch
     parts = [tokens[start : start + step] for start in range(0, len(tokens), step)]
-    with config(implementation=asked or config.implementation):
+    with config(implementation=asked):
         evaluate(model, parts[0], window=window, batch=batch)  # compiles
         report.advance()
         started = time.perf_counter()
@@ -311,13 +362,12 @@ def _score(
             report.advance()
         seconds = time.perf_counter() - started
     loss = total / (len(tokens) // window)
-    implementation, reason = _summary(explanation)
     return Row(
         recipe=name,
         weight_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model))),
         sqnr_db=_mean_sqnr(layers),
         loss=loss,
-        loss_change=0.0 if baseline is None else loss - baseline,
+        loss_change=None,
         tokens_per_second=len(tokens) / seconds,
         implementation=implementation,
         reason=reason,
@@ -325,59 +375,146 @@ def _score(
     )
 
 
-def _summary(explanation: Explanation) -> tuple[str, str]:
-    """What ran the products, and why, once each."""
-    selections = [selection for op, selection in explanation.entries]
+def _choice(model: Decoder, sample: jax.ShapeDtypeStruct) -> tuple[str | None, str, str]:
+    """What to ask for, what then runs the products, and why.
+
+    Where nothing serves the model by default, XLA emulates it, asked for by name; the reason says what is missing.
+    """
+    try:
+        explanation = explain(model, sample)
+    except ExceptionGroup:
+        with config(implementation=_EMULATOR):
+            explanation = explain(model, sample)
+        return _EMULATOR, _EMULATOR, f"asked for by name: {'; '.join(_refusals(explanation))}"
+    selections = [selection for _, selection in explanation.entries]
     implementations = dict.fromkeys(selection.implementation for selection in selections)
     reasons = dict.fromkeys(selection.reason for selection in selections)
-    return ", ".join(implementations), "; ".join(reasons)
+    return config.implementation, ", ".join(implementations), "; ".join(reasons)
+
+
+def _refusals(explanation: Explanation) -> list[str]:
+    """Why the emulator does not serve the operations of its own accord, once each."""
+    refusals: dict[str, None] = {}
+    for op, _ in explanation.entries:
+        try:
+            IMPLEMENTATIONS[_EMULATOR].plan(op, explanation.device, explicit=False)
+        except NotImplementedError as refusal:
+            refusals[str(refusal)] = None
+    return list(refusals)
 
 
 def _mean_sqnr(layers: Sequence[LayerError]) -> float | None:
     """SQNR in dB of the layers' mean relative noise power."""
     if not layers:
         return None
-    return -10 * math.log10(sum(10 ** (-layer.sqnr_db / 10) for layer in layers) / len(layers))
+    noise = sum(10 ** (-layer.sqnr_db / 10) for layer in layers) / len(layers)
+    return math.inf if noise == 0 else -10 * math.log10(noise)
+
+
+def _jsonable(value: Any) -> Any:
+    """``value`` with None for what is not finite."""
+    if isinstance(value, dict):
+        return {key: _jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def draw_loss_against_bytes(axes: Any, comparison: Comparison) -> None:
-    """A point a recipe: its weights' size and what they cost in loss."""
-    rows = comparison.rows
-    axes.axhline(0, color="0.8", zorder=0)
-    # Recipes of one size share a column of points: their labels are spread by rank so that none covers another.
-    axes.scatter([r.weight_bytes / 1e6 for r in rows], [1e3 * r.loss_change for r in rows], s=45, color="C0", zorder=2)
-    spread = _label_heights([1e3 * r.loss_change for r in rows])
-    for row, height in zip(rows, spread, strict=True):
-        point = (row.weight_bytes / 1e6, 1e3 * row.loss_change)
+    """A point a recipe: its weights' size and what they cost in loss, where that is a number."""
+    axes.set(xlabel="weights, MB", ylabel=f"loss change, 0.001 {comparison.unit}", title="Loss against bytes")
+    named = [
+        (row.recipe, style, (row.weight_bytes / 1e6, 1e3 * row.loss_change))
+        for row, style in zip(comparison.rows, _styles(), strict=False)
+        if row.loss_change is not None and math.isfinite(row.loss_change)
+    ]
+    if not named:
+        return
+    points = np.array([point for _, _, point in named])
+    low, extent = points.min(axis=0), np.maximum(np.ptp(points, axis=0), 1e-3)
+    axes.set_xlim(low[0] - 0.1 * extent[0], low[0] + 1.25 * extent[0])  # room for labels on the right
+    axes.set_ylim(low[1] - 0.15 * extent[1], low[1] + 1.15 * extent[1])
+    axes.axhline(0, color="0.8", lw=1, zorder=0)
+    in_panel = axes.transAxes.inverted().transform(axes.transData.transform(points))
+    labels = _label_places(in_panel, [len(name) for name, _, _ in named])
+    for (name, style, point), label in zip(named, labels, strict=True):
+        axes.plot(*point, ls="", ms=7, **style)
         axes.annotate(
-            row.recipe,
+            name,
             point,
-            xytext=(point[0] + 0.02 * max(r.weight_bytes for r in rows) / 1e6, height),
+            xytext=label,
+            textcoords="axes fraction",
             va="center",
-            arrowprops={"arrowstyle": "-", "color": "0.7", "lw": 0.6},
+            fontsize=9,
+            zorder=1,
+            bbox={"fc": "white", "ec": "none", "pad": 0.5},
+            arrowprops={"arrowstyle": "-", "color": "0.6", "lw": 0.6, "shrinkB": 4, "relpos": (0, 0.5)},
         )
-    axes.margins(x=0.25, y=0.1)
-    axes.set(xlabel="weights, MB", ylabel=f"loss change, 0.001 {comparison.unit}", title="What the bytes buy")
 
 
-def _label_heights(values: Sequence[float]) -> list[float]:
-    """Heights near ``values`` that keep a distance from each other."""
-    step = 0.045 * max(max(values) - min(values), 1e-9)
-    heights = list(values)
-    order = sorted(range(len(values)), key=lambda i: values[i])
-    for below, above in itertools.pairwise(order):
-        heights[above] = max(heights[above], heights[below] + step)
-    return heights
+def _styles() -> Iterator[dict[str, str]]:
+    """Colour and marker of each row, the same in every panel."""
+    return ({"color": f"C{i % 10}", "marker": "osD^v<>"[i % 7]} for i in itertools.count())
+
+
+# In parts of a panel: the height of a line of labels, the width of a letter, and how far labels are from their points.
+_LABEL_HEIGHT, _LETTER_WIDTH, _LABEL_GAP = 0.055, 0.013, 0.03
+
+
+def _label_places(points: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+    """Where the labels of points start (n, 2), right of them, in parts of the panel.
+
+    No label covers another: points that are near each other, or that a label reaches, share a column whose labels are a
+    line apart.
+    """
+    places = np.empty_like(points)
+    for column in _columns(points[:, 0], lengths):
+        places[column, 1] = _apart(points[column, 1], _LABEL_HEIGHT)
+        for i in column:
+            near = [x for x in points[column, 0] if abs(x - points[i, 0]) < _LABEL_GAP]
+            places[i, 0] = max(near) + _LABEL_GAP
+    return places
+
+
+def _columns(xs: np.ndarray, lengths: Sequence[int]) -> list[list[int]]:
+    """Indices of points in groups that no label leaves to the right."""
+    columns: list[list[int]] = []
+    reach = -math.inf
+    for i in np.argsort(xs, kind="stable").tolist():
+        if xs[i] > reach:
+            columns.append([])
+        columns[-1].append(i)
+        reach = max(reach, xs[i] + 2 * _LABEL_GAP + _LETTER_WIDTH * lengths[i])
+    return columns
+
+
+def _apart(heights: np.ndarray, step: float) -> np.ndarray:
+    """The nearest heights in the panel, by the sum of squares, that keep the order and are ``step`` apart."""
+    order = np.argsort(heights, kind="stable")
+    pools: list[list[float]] = []
+    for rank, height in enumerate(heights[order]):
+        pools.append([height - rank * step])
+        while len(pools) > 1 and np.mean(pools[-2]) > np.mean(pools[-1]):
+            pools[-2:] = [pools[-2] + pools[-1]]
+    lowest = np.concatenate([np.full(len(pool), np.mean(pool)) for pool in pools])
+    lowest = np.clip(lowest, step / 2, max(step / 2, 1 - step * (len(heights) - 0.5)))
+    moved = np.empty_like(heights)
+    moved[order] = lowest + step * np.arange(len(heights))
+    return moved
+
+
+_MOST_TICKS = 40
 
 
 def draw_error_by_layer(axes: Any, comparison: Comparison) -> None:
     """A line a recipe: relative error of each quantized layer's weights."""
-    for row in comparison.rows:
+    for row, style in zip(comparison.rows, _styles(), strict=False):
         if row.layers:
             errors = [10 ** (-layer.sqnr_db / 20) for layer in row.layers]
-            axes.plot(range(len(errors)), errors, marker=".", label=row.recipe)
-    longest = max((row.layers for row in comparison.rows), key=len, default=())
-    axes.set_xticks(range(len(longest)), [layer.path for layer in longest], rotation=90, fontsize=6)
+            axes.plot(range(len(errors)), errors, label=row.recipe, ms=4, **style)
+    longest = max((row.layers for row in comparison.rows), key=len)
+    named = range(0, len(longest), -(-len(longest) // _MOST_TICKS) or 1)
+    axes.set_xticks(named, [longest[i].path for i in named], rotation=90, fontsize=7)
     axes.set_yscale("log")
-    axes.set(ylabel="relative error of the weights", title="Where the error is")
+    axes.set(ylabel="relative error of the weights", title="Error by layer")
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
