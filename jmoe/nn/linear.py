@@ -151,6 +151,8 @@ class Linear(nnx.Module):
           input_scale: float32 (), where that scheme is static.
           **options: as for ``from_dense``.
         """
+        if len(weight.shape) < 2:
+            raise ValueError(f"weight has shape {tuple(weight.shape)}, but it is (out, in)")
         out_features, in_features = weight.shape[-2:]
         layer = nnx.eval_shape(lambda: cls(in_features, out_features, **options))
         layer.set_weight(weight, input_scale=input_scale)

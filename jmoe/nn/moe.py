@@ -259,6 +259,8 @@ class FusedMoE(nnx.Module):
           shared_gate_weight: (H,) or (1, H), its gate.
           **options: activation, expert_map, dtype, sharding, implementation: as for the class.
         """
+        if len(w13.shape) != 4 or w13.shape[1] not in (1, 2):
+            raise ValueError(f"w13 has shape {tuple(w13.shape)}, but it is (E, 2, I, H), or (E, 1, I, H) ungated")
         local, halves, intermediate, hidden = w13.shape
         experts = router_weight.shape[0] - routing.n_identity
         layer = nnx.eval_shape(
@@ -269,7 +271,7 @@ class FusedMoE(nnx.Module):
                 routing,
                 gated=halves == 2,
                 num_local_experts=local,
-                **{**options, "expert_map": None if options.get("expert_map") is None else [0] * experts},
+                **options,
             )
         )
         layer.set_w13(w13, input_scale=input_scale)

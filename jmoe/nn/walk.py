@@ -55,7 +55,9 @@ def _walk(parent: Any, path: tuple[str, ...], seen: set[int]) -> Iterator[tuple[
 
 def _children(parent: Any) -> list[tuple[Any, Any]]:
     if isinstance(parent, nnx.Module):
-        return [(name, value) for name, value in vars(parent).items() if not name.startswith("_pytree__")]
+        # An nnx.List that was merged from a state has its entries in the order of their names: 0, 1, 10, 11, 2.
+        names = sorted(vars(parent), key=lambda name: int(name) if name.isdecimal() else -1)
+        return [(name, vars(parent)[name]) for name in names if not name.startswith("_pytree__")]
     return list(parent.items() if isinstance(parent, dict) else enumerate(parent))
 
 

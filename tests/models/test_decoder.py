@@ -10,7 +10,7 @@ from flax import nnx
 
 from jmoe.models import Decoder, DecoderConfig, evaluate
 from jmoe.models.decoder import Place, rotate
-from jmoe.nn import FusedMoE, Linear, QuantizedParam
+from jmoe.nn import FusedMoE, Linear, QuantizedParam, calibrate, quantize_model
 
 SMALL = DecoderConfig(
     vocab_size=20,
@@ -112,6 +112,23 @@ def test_recipe_covers_the_layers_and_rules_decide_before_it():
     assert Decoder(SMALL, recipe="int8_w8a16").lm_head.recipe.name == "bf16"
 
 
+def test_j04_a_rule_without_effect_is_refused():
+    with pytest.raises(ValueError, match=r"rule 0 \('q_proj'\) matches no layer"):
+        Decoder(SMALL, rules=[("q_proj", "int8")])
+
+
+@pytest.mark.slow
+def test_quantized_losses_are_as_far_off_as_the_fixtures_say(tiny, heldout):
+    # The fixtures' table: weights and activations quantized, fp8 blocks +0.00004, NVFP4 +0.00798 nats on all windows.
+    some = heldout[: 32 * 256]
+    dense = evaluate(tiny, some)
+    for recipe, least, most in (("fp8_block", -0.001, 0.001), ("nvfp4", 0.002, 0.02)):
+        model = nnx.clone(tiny)
+        calibration = calibrate(model, [jnp.asarray(some.reshape(32, 256)[:16])])
+        quantize_model(model, [("lm_head", None), (".*", recipe)], calibration=calibration)
+        assert least < evaluate(model, some) - dense < most
+
+
 def test_an_abstract_quantized_decoder_takes_no_memory():
     model = nnx.eval_shape(lambda: Decoder(SMALL, recipe="int4:group=8"))
     assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(nnx.state(model)))
@@ -149,6 +166,18 @@ def test_attention_biases_are_added():
     before = model(jnp.asarray([[1, 2]]))
     model.layers[0].self_attn.o_proj.set_bias(jnp.ones((16,)))
     assert not np.allclose(before, model(jnp.asarray([[1, 2]])))
+
+
+def test_it_works_under_strict_promotion_and_x64():
+    model = Decoder(SMALL, recipe="int8", dtype="float32", rngs=nnx.Rngs(0))
+    tokens = jnp.asarray([[1, 2, 3]], jnp.int32)
+    logits, generated = model(tokens), model.generate(tokens, 3)
+    with jax.numpy_dtype_promotion("strict"), jax.enable_x64(True):
+        np.testing.assert_allclose(model(tokens), logits, rtol=1e-5, atol=1e-6)
+        assert model.loss(tokens).dtype == jnp.float32
+        again = model.generate(tokens, 3)
+    assert again.dtype == jnp.int32
+    np.testing.assert_array_equal(again, generated)
 
 
 def test_loss_has_gradients_for_every_dense_parameter():

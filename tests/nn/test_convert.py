@@ -115,6 +115,12 @@ def test_a_module_in_two_places_is_quantized_once_and_stays_one():
     assert model.a is model.b and isinstance(model.b, Linear)
 
 
+def test_layers_come_in_the_order_of_their_numbers():
+    layers = nnx.List([nnx.Linear(2, 2, rngs=nnx.Rngs(i)) for i in range(12)])
+    model = nnx.merge(*nnx.split(layers))
+    assert [row.path for row in quantize_model(model, [(".*", "int8")]).layers] == [str(i) for i in range(12)]
+
+
 def test_modules_in_plain_containers_are_found_and_replaced():
     class Nested(nnx.Module):
         def __init__(self):

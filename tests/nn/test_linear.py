@@ -135,6 +135,8 @@ def test_set_weight_changes_the_format_in_place_and_refuses_other_shapes():
     assert layer.recipe == jmoe.recipe("int4:group=32")
     with pytest.raises(ValueError, match=r"weight has shape \(64, 24\), but this layer's is \(out, in\) = \(24, 64\)"):
         layer.set_weight(dense(64, 24))
+    with pytest.raises(ValueError, match=r"weight has shape \(64,\), but it is \(out, in\)"):
+        Linear.from_dense(jnp.ones((64,)))
     with pytest.raises(ValueError, match=r"bias has shape \(64,\), but this layer has 24 features"):
         layer.set_bias(jnp.zeros((64,)))
 

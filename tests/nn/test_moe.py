@@ -80,6 +80,8 @@ def test_layouts_that_do_not_fit_are_refused():
         FusedMoE.from_dense(jnp.ones((4, 31, 32)), w2, ROUTING, router_weight=router)
     with pytest.raises(ValueError, match=r"w2 has shape \(4, 16, 32\), but this layer's is \(4, 32, 16\)"):
         FusedMoE.from_dense(w13, w2.swapaxes(1, 2), ROUTING, router_weight=router)
+    with pytest.raises(ValueError, match=r"w13 has shape \(4, 16, 32\), but it is \(E, 2, I, H\)"):
+        FusedMoE.from_quantized(w13[:, 0], w2, ROUTING, router_weight=router)
     with pytest.raises(ValueError, match=r"router_weight has shape \(4, 31\), but here it is \(4, 32\)"):
         FusedMoE.from_dense(w13, w2, ROUTING, router_weight=router[:, 1:])
 
