@@ -69,10 +69,10 @@ def moe_tiles(
     slots = tokens * top_k
     single = not (batched or batch_invariant) and 4 * slots <= experts
     rows = tokens if batched else -(-slots // experts)
-    block_m = 64 if batch_invariant else 16 if single else _block_m(rows, operands)
     promoted = operands == "fp8" and second_cell is not None
+    block_m = 64 if batch_invariant else 16 if single else _block_m(rows, operands, promoted, capability)
     first_n = group if group in (32, 64, 128) else 128 if operands != "32bit" else 32
-    second_n = 32 if operands == "32bit" else 256 if block_m == 128 and not promoted and capability >= 90 else 128
+    second_n = 32 if operands == "32bit" else 256 if block_m == 128 and not promoted else 128
     swap = operands != "32bit" and (block_m <= 32 or (operands == "w8a16" and capability >= 90))
     first, second = (
         MatmulTile(
@@ -96,14 +96,15 @@ def moe_tiles(
     )
 
 
-def _block_m(rows: int, operands: Operands) -> int:
+def _block_m(rows: int, operands: Operands, promoted: bool, capability: int) -> int:
     """Rows of a block for so many rows an expert on average."""
     if rows <= 8:
         return 16
     if rows <= 64:
         return 32
-    # Swapped, two accumulators of 128 rows would spill.
-    return 64 if rows < 512 or operands in ("w8a16", "32bit") else 128
+    # Two accumulators of 128 rows keep to registers on Hopper, and on Blackwell where sums are not promoted.
+    tall = capability >= 90 and operands in ("fp8", "16bit") and not (promoted and capability >= 100)
+    return 128 if tall and rows >= 512 else 64
 
 
 def _for_few(tile: MatmulTile, blocks: int, columns: int, k: int, sm_count: int) -> MatmulTile:

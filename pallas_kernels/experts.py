@@ -1,0 +1,163 @@
+"""A layer of experts as arrays and static facts, checked, and its weights as the grouped products take them."""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import body
+from pallas_kernels.activation import SILU, Activation, ActivationParams
+from pallas_kernels.grouped import WHOLE, Weights
+from pallas_kernels.tuning.moe_heuristics import MoETiles
+
+_FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputScheme:
+    """How a product's left operand is quantised to e4m3.
+
+    Attributes:
+      scale: one a "group" of columns, a "token", or the "tensor", measured; or "static", given.
+      group: columns of a group.
+      power_of_two: measured scales are powers of two.
+    """
+
+    scale: Literal["group", "token", "tensor", "static"]
+    group: int = 128
+    power_of_two: bool = False
+
+    @property
+    def x_group(self) -> int:
+        """As ``grouped.Product`` takes it."""
+        return self.group if self.scale == "group" else WHOLE
+
+
+class Experts(NamedTuple):
+    """Arrays of a layer of experts.
+
+    Attributes:
+      w13: (E, halves, I, H), half 0 gate and half 1 up, or the only one: bfloat16, float16, float32 or float8_e4m3fn.
+      w2: (E, H, I), likewise.
+      w13_scale, w2_scale: of e4m3 weights, (E, halves, ceil(I/rows), ceil(H/cols)) and (E, ceil(H/rows), ceil(I/cols))
+        of the blocks that ``ExpertsSpec`` names; float32, bfloat16, float16 or uint8 (e8m0). They multiply.
+      b13, b2: (E, halves, I) and (E, H), any float dtype.
+      input_scale, intermediate_scale: float32 () or (E,), of static schemes.
+      activation_params: arrays that replace the activation's own constants.
+      layer: int32 (). With it every array of weights, scales and biases has one more leading axis, which the kernels
+        index themselves: nothing is copied.
+    """
+
+    w13: Array
+    w2: Array
+    w13_scale: Array | None = None
+    w2_scale: Array | None = None
+    b13: Array | None = None
+    b2: Array | None = None
+    input_scale: Array | None = None
+    intermediate_scale: Array | None = None
+    activation_params: ActivationParams = ActivationParams()
+    layer: Array | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsSpec:
+    """Static facts of a layer of experts.
+
+    Attributes:
+      tiles: see ``tuning.moe_heuristics.moe_tiles``.
+      dtype: of x before it is quantised; what the intermediate is rounded to and slot results are held in.
+      out_dtype: of the result.
+      activation: between the products.
+      w13_block, w2_block: (rows, cols) that share a scale, -1 for a whole axis.
+      input_scheme, intermediate_scheme: how x and the intermediate are quantised; None for not at all, and then e4m3
+        weights are decoded by bits, without float8 types in a kernel.
+      exact: FP8 sums are promoted to float32 at least every 128 of K instead of left to the tensor core.
+    """
+
+    tiles: MoETiles
+    dtype: str = "bfloat16"
+    out_dtype: str = "bfloat16"
+    activation: Activation = SILU
+    w13_block: tuple[int, int] = (WHOLE, WHOLE)
+    w2_block: tuple[int, int] = (WHOLE, WHOLE)
+    input_scheme: InputScheme | None = None
+    intermediate_scheme: InputScheme | None = None
+    exact: bool = True
+
+
+class Sizes(NamedTuple):
+    """E, halves of w13, I and H."""
+
+    experts: int
+    halves: int
+    intermediate: int
+    hidden: int
+
+
+def checked(experts: Experts, spec: ExpertsSpec) -> Sizes:
+    """The layer's sizes, if its arrays fit together.
+
+    Raises:
+      ValueError, TypeError: they do not; the message names the array and what would be right.
+    """
+    lead = 0 if experts.layer is None else 1
+    w13 = experts.w13
+    if w13.ndim != 4 + lead or w13.shape[-3] not in (1, 2) or not all(w13.shape):
+        raise ValueError(
+            f"w13 has shape {w13.shape}, but it is {'(L, E' if lead else '(E'}, 1 or 2, I, H), none of it 0"
+        )
+    sizes = Sizes(*w13.shape[lead:])
+    e, halves, i, h = sizes
+    layers = w13.shape[:lead]
+    shapes = {"w2": (e, h, i), "b13": (e, halves, i), "b2": (e, h)}
+    for name, shape in shapes.items():
+        array = getattr(experts, name)
+        if array is not None and array.shape != layers + shape:
+            raise ValueError(f"{name} has shape {array.shape}, but w13 {w13.shape} goes with {layers + shape}")
+    for name, block, scheme in (
+        ("w13", spec.w13_block, spec.input_scheme),
+        ("w2", spec.w2_block, spec.intermediate_scheme),
+    ):
+        _check_weight(name, getattr(experts, name), getattr(experts, f"{name}_scale"), block, scheme)
+    for name, scheme in (("input_scale", spec.input_scheme), ("intermediate_scale", spec.intermediate_scheme)):
+        scale = getattr(experts, name)
+        if (scheme is not None and scheme.scale == "static") != (scale is not None):
+            raise ValueError(f"{name} is {'missing' if scale is None else 'given'}, but its scheme is {scheme}")
+        if scale is not None and scale.shape not in ((), (1,), (e,)):
+            raise ValueError(f"{name} has shape {scale.shape}, but it is () or (E,) = ({e},)")
+    return sizes
+
+
+def _check_weight(name: str, w: Array, scale: Array | None, block: tuple[int, int], scheme: InputScheme | None) -> None:
+    if w.dtype not in (*_FLOATS, body.F8):
+        raise TypeError(f"{name} is {w.dtype}, but weights are float8_e4m3fn, bfloat16, float16 or float32")
+    if scheme is not None and w.dtype != body.F8:
+        raise TypeError(f"{name} is {w.dtype}, but quantised activations go with float8_e4m3fn weights")
+    grid = tuple(1 if b == WHOLE else pl.cdiv(n, b) for n, b in zip(w.shape[-2:], block, strict=True))
+    wanted = (*w.shape[:-2], *grid) if w.dtype == body.F8 else None
+    shape = None if scale is None else scale.shape
+    if shape != wanted:
+        raise ValueError(
+            f"{name}_scale has shape {shape}, but {name} {w.dtype} {w.shape} in blocks {block} has {wanted}"
+        )
+
+
+def weights_of(experts: Experts, spec: ExpertsSpec) -> tuple[Weights, Weights]:
+    """w13 and w2 with an axis of layers and one of halves; e4m3 as bytes where it meets plain activations."""
+    stacked = experts.layer is not None
+    layer = None if experts.layer is None else experts.layer.astype(jnp.int32).reshape(1)
+
+    def weights(name: str, bias: Array | None, scheme: InputScheme | None) -> Weights:
+        data, scale = getattr(experts, name), getattr(experts, f"{name}_scale")
+        if data.dtype == body.F8 and scheme is None:
+            data = lax.bitcast_convert_type(data, jnp.uint8)
+        data, scale, bias = (a if a is None or stacked else a[None] for a in (data, scale, bias))
+        return Weights(data, scale, bias, layer)
+
+    w13 = weights("w13", experts.b13, spec.input_scheme)
+    w2 = weights("w2", experts.b2, spec.intermediate_scheme)
+    data, scale, bias = (a if a is None else jnp.expand_dims(a, 2) for a in (w2.data, w2.scale, w2.bias))
+    return w13, Weights(data, scale, bias, layer)

@@ -1,0 +1,340 @@
+"""Products of rows with the weights of each row's expert.
+
+    sum[half][r, n] = sum_kb s_x[r, kb] s_w[half, nb, kb] sum_{k in kb} x[r, k] w[layer, expert of r, half, n, k]
+
+A program owns a block of rows, all of one expert, and a tile of each half's columns. Rows of x are gathered, weights
+are read where they lie: stacked layers are indexed, never copied.
+
+Scales that change along K multiply the partial sum of each K step, and no step straddles one; those that do not are
+left to ``finish``. Rows and columns past the end repeat one that exists, and the end of K is masked to zero on both
+operands, so that nothing beyond, NaN included, contributes.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+
+from pallas_kernels import body, lowering
+from pallas_kernels.align import Blocks, local_expert
+from pallas_kernels.lowering import arange, load
+from pallas_kernels.tuning.heuristics import MatmulTile
+
+WHOLE = -1
+"""Extent of a scale's block that is the whole axis."""
+
+
+class Weights(NamedTuple):
+    """Experts' weights of one product; arrays outside a kernel, refs inside.
+
+    Attributes:
+      data: (L, E, halves, N, K), bfloat16, float16, float32 or float8_e4m3fn, or uint8: e4m3 decoded by bits.
+      scale: (L, E, halves, ceil(N/rows), ceil(K/cols)), extent 1 where a block is ``WHOLE``; float32, bfloat16,
+        float16 or uint8 (e8m0); or None.
+      bias: (L, E, halves, N), any float dtype; or None.
+      layer: int32 (1,), which of the L layers; None for the only one.
+    """
+
+    data: Any
+    scale: Any | None = None
+    bias: Any | None = None
+    layer: Any | None = None
+
+
+class Input(NamedTuple):
+    """x: data (R, K), scale float32 (1, 1), (R, 1) or (R, ceil(K/group)) where data is e4m3, else None."""
+
+    data: Any
+    scale: Any | None = None
+
+
+class Routed(NamedTuple):
+    """Blocks of slots that alignment made."""
+
+    blocks: Blocks
+
+
+class Single(NamedTuple):
+    """A block for each slot, which needs no alignment. ids: (S,); expert_map: (E_global,) or None."""
+
+    ids: Any
+    expert_map: Any | None
+
+
+class Batched(NamedTuple):
+    """Blocks of each expert's own rows, S/E of them, of which the first counts[e] count. counts: (E,)."""
+
+    counts: Any
+
+
+Rows = Routed | Single | Batched
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Product:
+    """Static facts of a grouped product.
+
+    Attributes:
+      tile: what a program computes; ``block_m`` rows, ``block_n`` columns of each half.
+      slots: S.
+      experts: E.
+      slots_a_row: slots that share a row of x: k where x has a row a token, 1 where it has one a slot.
+      w_block: (rows, cols) that share a scale of w, ``WHOLE`` for a whole axis.
+      x_group: columns that share a scale of x, ``WHOLE`` for all.
+      exact: FP8 sums are promoted to float32 at least every 128 of K.
+    """
+
+    tile: MatmulTile
+    slots: int
+    experts: int
+    slots_a_row: int = 1
+    w_block: tuple[int, int] = (WHOLE, WHOLE)
+    x_group: int = WHOLE
+    exact: bool = True
+
+    @property
+    def cell(self) -> int | None:
+        """Columns of K that share every scale that changes along K, None where none does."""
+        return scale_cell(self.w_block, self.x_group)
+
+    def blocks(self, rows: Rows) -> int:
+        """Blocks of rows in the grid, the unused ones too."""
+        match rows:
+            case Routed(blocks):
+                return blocks.experts.shape[0]
+            case Single():
+                return self.slots
+        return self.experts * pl.cdiv(self.slots // self.experts, self.tile.block_m)
+
+    def grid(self, rows: Rows, columns: int) -> tuple[int]:
+        """Programs, for that many columns of each half."""
+        return (self.blocks(rows) * pl.cdiv(columns, self.tile.block_n) * self.tile.split_k,)
+
+
+def scale_cell(w_block: tuple[int, int], x_group: int) -> int | None:
+    """Columns of K that share every scale that changes along K, None where none does."""
+    extents = [extent for extent in (w_block[1], x_group) if extent != WHOLE]
+    return math.gcd(*extents) if extents else None
+
+
+class At(NamedTuple):
+    """Where a program is: its layer, its part of K, its block of rows, its tile of columns."""
+
+    layer: Array | int
+    part: Array
+    block: Array
+    tile: Array
+
+
+def place(program: Array, w: Weights, rows: Rows, product: Product) -> At:
+    """In a kernel: where the program is."""
+    tile, columns = product.tile, w.data.shape[3]
+    layer = 0 if w.layer is None else load(w.layer, (0,))
+    part = body.rem(program, tile.split_k)
+    tiles = pl.cdiv(columns, tile.block_n)
+    order = body.grouped_order(body.div(program, tile.split_k), product.blocks(rows), tiles, tile.group)
+    return At(layer, part, *order)
+
+
+class Block(NamedTuple):
+    """A block of rows: whether it is used, its expert, its slots, which of these are not padding, their rows of x."""
+
+    used: Array
+    expert: Array
+    slot: Array
+    live: Array
+    row: Array
+
+
+def locate(rows: Rows, block: Array, product: Product) -> Block:
+    """In a kernel: what a block of rows holds."""
+    lane = arange(product.tile.block_m)
+    padding: Array | int  # a slot of this block, or any
+    match rows:
+        case Routed(blocks):
+            slot = load(blocks.slots, (block * product.tile.block_m + lane,))
+            live = slot < product.slots
+            used, expert, padding = block < load(blocks.used, (0,)), load(blocks.experts, (block,)), 0
+        case Single(ids, expert_map):
+            expert = local_expert(load(ids, (block,)), expert_map, product.experts)
+            live = lane == 0
+            used, slot, padding = expert >= 0, jnp.where(live, block, product.slots), block
+        case Batched(counts):
+            height = product.slots // product.experts
+            across = pl.cdiv(height, product.tile.block_m)
+            expert = body.div(block, across)
+            count = jnp.minimum(load(counts, (expert,)), height)
+            line = body.rem(block, across) * product.tile.block_m + lane
+            live = line < count
+            used, padding = jnp.max(count - line) > 0, expert * height
+            slot = jnp.where(line < height, padding + line, product.slots)
+    row = body.div(jnp.where(live, slot, padding), product.slots_a_row)
+    return Block(used, expert, slot, live, row)
+
+
+def oriented(tile: MatmulTile, row: Any, col: Any) -> tuple[Any, Any]:
+    """A value a row and a value a column, as they lie along an accumulator; scalars and None stay."""
+    row_axis, col_axis = (0, 1) if tile.swap else (1, 0)
+    row, col = (
+        v if v is None or not v.shape else jnp.expand_dims(v, axis) for v, axis in ((row, row_axis), (col, col_axis))
+    )
+    return row, col
+
+
+def columns_of(at: At, tile: MatmulTile) -> Array:
+    """The columns that a program owns, those past the last too."""
+    return at.tile * tile.block_n + arange(tile.block_n)
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """Steps of K: one ``step`` wide each, and none beyond its cell of scales."""
+
+    k: int
+    step: int
+    cell: int | None
+
+    @property
+    def straddled(self) -> bool:
+        """Steps do not divide cells evenly, so that a cell has steps of its own, of which the last is cut short."""
+        return self.cell is not None and self.cell % self.step != 0
+
+    @property
+    def a_cell(self) -> int:
+        return pl.cdiv(self.cell or self.k, self.step)
+
+    @property
+    def count(self) -> int:
+        if self.straddled:
+            assert self.cell is not None
+            return pl.cdiv(self.k, self.cell) * self.a_cell
+        return pl.cdiv(self.k, self.step)
+
+    @property
+    def whole(self) -> int:
+        """Leading steps that lie inside K and their cell entirely."""
+        return 0 if self.straddled else self.k // self.step
+
+    def span(self, i: Array) -> tuple[Array, Array | int]:
+        """First column of step ``i``, and the one it ends before if it is not whole."""
+        if not self.straddled:
+            return i * self.step, self.k
+        assert self.cell is not None
+        cell = body.div(i, self.a_cell)
+        first = cell * self.cell
+        return first + (i - cell * self.a_cell) * self.step, jnp.minimum(first + self.cell, self.k)
+
+
+def sums(x: Input, w: Weights, block: Block, at: At, product: Product) -> list[Array]:
+    """In a kernel: the float32 sum over K of each half, (rows, columns) or, swapped, (columns, rows)."""
+    tile = product.tile
+    halves, _, k = w.data.shape[2:]
+    steps = _Steps(k, tile.block_k, product.cell)
+    step = functools.partial(_step, x, w, block, at, product, steps)
+    shape = (tile.block_n, tile.block_m) if tile.swap else (tile.block_m, tile.block_n)
+    zeros = [jnp.zeros(shape, jnp.float32)] * halves
+    ragged = steps.whole < steps.count
+    if tile.split_k > 1:
+        share = pl.cdiv(steps.count, tile.split_k)
+        first = at.part * share
+        last = jnp.minimum(first + share, steps.count)
+        return lowering.loop(last, functools.partial(step, masked=ragged), zeros, start=first)
+    if steps.straddled:
+        return lowering.loop(steps.count, functools.partial(step, masked=True), zeros)
+    total = lowering.loop(steps.whole, functools.partial(step, masked=False), zeros)
+    return step(jnp.int32(steps.whole), total, masked=True) if ragged else total
+
+
+def _step(
+    x: Input,
+    w: Weights,
+    block: Block,
+    at: At,
+    product: Product,
+    steps: _Steps,
+    i: Array,
+    accumulators: list[Array],
+    *,
+    masked: bool,
+) -> list[Array]:
+    """The accumulators after step ``i`` of K."""
+    tile = product.tile
+    first, limit = steps.span(i)
+    column = first + arange(tile.block_k)
+    valid = (column < limit)[None, :] if masked else None
+    fill = 0 if masked else None
+    a = load(x.data, (block.row[:, None], column[None, :]), mask=valid, other=fill)
+    s_x = s_w = None
+    if product.x_group != WHOLE:
+        s_x = load(x.scale, (block.row, body.div(first, product.x_group)))
+    col = _existing_columns(w, at, product)
+    result = []
+    for half, acc in enumerate(accumulators):
+        index = (at.layer, block.expert, half)
+        codes = load(w.data, (*index, col[:, None], column[None, :]), mask=valid, other=fill)
+        b = _as_operand(codes, a.dtype)
+        left, right = (b, a) if tile.swap else (a, b)
+        if product.cell is None:
+            promoted = product.exact and a.dtype == body.F8
+            result.append(acc + lowering.dot(left, right) if promoted else lowering.dot(left, right, acc))
+            continue
+        if product.w_block[1] != WHOLE:
+            s_w = _weight_scale(w, index, at, body.div(first, product.w_block[1]), product)
+        result.append(acc + _scaled(lowering.dot(left, right), s_x, s_w, tile))
+    return result
+
+
+def _existing_columns(w: Weights, at: At, product: Product) -> Array:
+    n, columns = w.data.shape[3], columns_of(at, product.tile)
+    return columns if n % product.tile.block_n == 0 else jnp.minimum(columns, n - 1)
+
+
+def _as_operand(w: Array, dtype: Any) -> Array:
+    """Weights in the dtype of x, as the tensor core wants them."""
+    if w.dtype == jnp.uint8:
+        return body.decode_e4m3(w, dtype)
+    return w if w.dtype == dtype else w.astype(jnp.float32).astype(dtype)
+
+
+def _weight_scale(w: Weights, index: tuple[Any, Array, int], at: At, k_block: Array | int, product: Product) -> Array:
+    """Scale of each column at one block of K: a scalar where they share it."""
+    rows = product.w_block[0]
+    if rows == WHOLE:
+        row: Any = 0
+    elif rows % product.tile.block_n == 0:
+        row = body.div(at.tile * product.tile.block_n, rows)
+    else:
+        row = body.div(_existing_columns(w, at, product), rows)
+    assert w.scale is not None
+    return body.decode_scale(load(w.scale, (*index, row, k_block)))
+
+
+def _scaled(values: Array, s_x: Array | None, s_w: Array | None, tile: MatmulTile) -> Array:
+    """``values`` times a scale a row and a scale a column; either may be one number, or None for none."""
+    if s_x is not None and s_w is not None and not (s_x.shape and s_w.shape):
+        s_x, s_w = (s_x * s_w, None) if s_x.shape else (None, s_x * s_w)
+    for scale in oriented(tile, s_x, s_w):
+        if scale is not None:
+            values = values * scale
+    return values
+
+
+def finish(total: Array, half: int, x: Input, w: Weights, block: Block, at: At, product: Product) -> Array:
+    """In a kernel: one half's sum times the scales that cover all of K."""
+    s_x = s_w = None
+    if x.scale is not None and product.x_group == WHOLE:
+        s_x = load(x.scale, (block.row if x.scale.shape[0] > 1 else 0, 0))
+    if w.scale is not None and product.w_block[1] == WHOLE:
+        s_w = _weight_scale(w, (at.layer, block.expert, half), at, 0, product)
+    return _scaled(total, s_x, s_w, product.tile)
+
+
+def bias_of(half: int, w: Weights, block: Block, at: At, product: Product) -> Array:
+    """In a kernel: the bias of one half's columns, float32, as it broadcasts to an accumulator."""
+    assert w.bias is not None
+    value = load(w.bias, (at.layer, block.expert, half, _existing_columns(w, at, product)))
+    return oriented(product.tile, None, value.astype(jnp.float32))[1]

@@ -1,0 +1,181 @@
+"""Layers of experts: y[t] = sum_j weight[t, j] * (w2[e] h + b2[e]), h = act(w13[e] x[t] + b13[e]), e = ids[t, j].
+
+Five steps: x is quantised, and its slots are aligned; the first product makes the intermediate h, rounded to x's dtype
+and quantised; the second product, with bias and router weight; the sum over each token's slots. Each is a launch, but
+for h's scales a token or a tensor take one more, since no program of the first product sees all that they cover.
+"""
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels import body, launch
+from pallas_kernels.align import align_chain
+from pallas_kernels.combine import combine
+from pallas_kernels.experts import Experts, ExpertsSpec, InputScheme, Sizes, checked, weights_of
+from pallas_kernels.grouped import WHOLE, Batched, Input, Product, Routed, Rows, Single
+from pallas_kernels.moe_kernels import Epilogue, first_product, quantise_chain, second_product
+
+
+def fused_moe(
+    x: Array,
+    experts: Experts,
+    topk_weights: Array,
+    topk_ids: Array,
+    *,
+    spec: ExpertsSpec,
+    x_scale: Array | None = None,
+    expert_map: Array | None = None,
+    interpret: bool = False,
+) -> Array:
+    """y[t] = sum_j topk_weights[t, j] * expert(topk_ids[t, j], x[t]), in ascending order of j.
+
+    Args:
+      x: (T, H) of ``spec.dtype``, or e4m3 codes with ``x_scale`` as ``spec.input_scheme`` says.
+      experts: E experts' weights.
+      topk_weights: float32 (T, k).
+      topk_ids: int32 (T, k), any value; a slot whose expert is not here adds nothing, whatever its weight.
+      spec: static facts.
+      x_scale: float32 (1, 1), (T, 1) or (T, ceil(H/group)), of x given as codes.
+      expert_map: int32 (E_global,), the slot here of each expert or -1; ids then count E_global.
+      interpret: compute with XLA on any device, for tests.
+
+    Returns:
+      (T, H) of ``spec.out_dtype``.
+
+    Raises:
+      ValueError, TypeError: shapes or dtypes that do not fit together.
+    """
+    sizes = checked(experts, spec)
+    tokens, k = topk_ids.shape
+    if x.shape != (tokens, sizes.hidden):
+        raise ValueError(f"x has shape {x.shape}, but topk_ids {topk_ids.shape} and w13 want {(tokens, sizes.hidden)}")
+    if topk_weights.shape != topk_ids.shape:
+        raise ValueError(f"topk_weights has shape {topk_weights.shape}, but topk_ids has {topk_ids.shape}")
+    if not (tokens and k):
+        return jnp.zeros((tokens, sizes.hidden), spec.out_dtype)
+    ids, slots_a_row, scale = topk_ids.reshape(-1), k, experts.input_scale
+    if scale is not None and scale.size > 1:
+        # A scale an expert: each slot has a row of its own.
+        x, slots_a_row, scale = jnp.repeat(x, k, axis=0), 1, _of_experts(scale, ids, expert_map)
+    x_chain = _input_chain(x, x_scale, scale, spec.input_scheme)
+    align = align_chain(topk_ids, experts=sizes.experts, rows=spec.tiles.first.block_m, expert_map=expert_map)
+    chains = [chain for chain in (x_chain, () if spec.tiles.single else align) if chain]
+    results = launch.run_chains("moe_prepare", *chains, interpret=interpret) if chains else []
+    x_in = Input(*results.pop(0)) if x_chain else Input(x, x_scale)
+    rows: Rows = Single(ids, expert_map) if spec.tiles.single else Routed(*results.pop())
+    y = _products(
+        x_in, experts, rows, topk_weights.reshape(-1), spec.dtype, spec, sizes, ids.size, slots_a_row, interpret
+    )
+    return combine(
+        y, topk_ids, experts=sizes.experts, expert_map=expert_map, out_dtype=spec.out_dtype, interpret=interpret
+    )
+
+
+def batched_experts(
+    x: Array,
+    counts: Array,
+    experts: Experts,
+    *,
+    spec: ExpertsSpec,
+    x_scale: Array | None = None,
+    interpret: bool = False,
+) -> Array:
+    """y[e, t] = expert(e, x[e, t]) for t < counts[e], zero beyond.
+
+    Args:
+      x: (E, T_max, H) of ``spec.dtype``, or e4m3 codes with ``x_scale``; rows beyond counts may hold anything.
+      counts: int32 (E,).
+      experts, spec, interpret: as for ``fused_moe``.
+      x_scale: float32 (1, 1, 1), (E, T_max, 1) or (E, T_max, ceil(H/group)), of x given as codes.
+
+    Returns:
+      (E, T_max, H) of ``spec.out_dtype``.
+
+    Raises:
+      ValueError, TypeError: shapes or dtypes that do not fit together.
+    """
+    sizes = checked(experts, spec)
+    if x.ndim != 3 or x.shape[::2] != (sizes.experts, sizes.hidden) or counts.shape != x.shape[:1]:
+        wanted = f"(E, T_max, H) = ({sizes.experts}, T_max, {sizes.hidden})"
+        raise ValueError(f"x has shape {x.shape} and counts {counts.shape}, but they are {wanted} and (E,)")
+    height = x.shape[1]
+    if not height:
+        return jnp.zeros(x.shape, spec.out_dtype)
+    slots = sizes.experts * height
+    if spec.input_scheme is not None and spec.input_scheme.scale == "tensor" and x_scale is None:
+        # Rows that do not count may not touch the one scale.
+        valid = lax.broadcasted_iota(jnp.int32, (sizes.experts, height, 1), 1) < counts[:, None, None]
+        x = jnp.where(valid, x, 0)
+    scale = experts.input_scale
+    if scale is not None and scale.size > 1:
+        scale = jnp.repeat(scale, height)[:, None]
+    flat_scale = None if x_scale is None else x_scale.reshape(-1, x_scale.shape[-1])
+    x = x.reshape(slots, sizes.hidden)
+    chain = _input_chain(x, flat_scale, scale, spec.input_scheme)
+    x_in = Input(x, flat_scale)
+    if chain:
+        [(codes, scale)] = launch.run_chains("moe_prepare", chain, interpret=interpret)
+        x_in = Input(codes, scale)
+    y = _products(x_in, experts, Batched(counts), None, spec.out_dtype, spec, sizes, slots, 1, interpret)
+    return y.reshape(sizes.experts, height, sizes.hidden)
+
+
+def _of_experts(scale: Array, ids: Array, expert_map: Array | None) -> Array:
+    """A scale (E,) for each slot, (S, 1); any of them where the slot's expert is not here."""
+    if expert_map is not None:
+        ids = jnp.take(expert_map, jnp.clip(ids, 0, expert_map.shape[0] - 1), mode="clip")
+    return jnp.take(scale, jnp.clip(ids, 0, scale.shape[0] - 1), mode="clip")[:, None]
+
+
+def _input_chain(x: Array, x_scale: Array | None, scale: Array | None, scheme: InputScheme | None) -> launch.Chain:
+    """The jobs that quantise x (R, H), none where it is used as it is; ``scale`` is of a static scheme."""
+    if (x.dtype == body.F8) != (x_scale is not None) or (x_scale is not None and scheme is None):
+        raise ValueError(f"x is {x.dtype}, x_scale {'missing' if x_scale is None else 'given'} and its scheme {scheme}")
+    if scheme is None or x_scale is not None:
+        return ()
+    return quantise_chain(x, scheme, scale=None if scale is None else scale.reshape(-1, 1))
+
+
+def _products(
+    x: Input,
+    experts: Experts,
+    rows: Rows,
+    weights: Array | None,
+    slot_dtype: str,
+    spec: ExpertsSpec,
+    sizes: Sizes,
+    slots: int,
+    slots_a_row: int,
+    interpret: bool,
+) -> Array:
+    """The parts (n, S, H) of every slot's result."""
+    w13, w2 = weights_of(experts, spec)
+    given = experts.intermediate_scale
+    first = Product(
+        tile=spec.tiles.first,
+        slots=slots,
+        experts=sizes.experts,
+        slots_a_row=slots_a_row,
+        w_block=spec.w13_block,
+        x_group=WHOLE if spec.input_scheme is None else spec.input_scheme.x_group,
+        exact=spec.exact,
+    )
+    h = first_product(
+        x,
+        w13,
+        rows,
+        experts.activation_params,
+        None if given is None else given.reshape(-1),
+        product=first,
+        epilogue=Epilogue(activation=spec.activation, dtype=spec.dtype, scheme=spec.intermediate_scheme),
+        interpret=interpret,
+    )
+    second = Product(
+        tile=spec.tiles.second,
+        slots=slots,
+        experts=sizes.experts,
+        w_block=spec.w2_block,
+        x_group=WHOLE if spec.intermediate_scheme is None else spec.intermediate_scheme.x_group,
+        exact=spec.exact,
+    )
+    return second_product(h, w2, rows, weights, slot_dtype, product=second, interpret=interpret)

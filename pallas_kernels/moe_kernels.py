@@ -1,0 +1,334 @@
+"""The two products of a layer of experts: kernels and their launches.
+
+The first product's epilogue turns the sums of an expert's halves into the intermediate
+
+    h = round(activation(scale * sum + bias))
+
+and, where the scales it is to have fit a program's tile, into e4m3 codes and scales. The second one's adds the bias and
+multiplies by the router weight. Both are float32.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.experimental import pallas as pl
+
+from pallas_kernels import body, grouped, launch, lowering, quantize
+from pallas_kernels.activation import Activation, ActivationParams, activate
+from pallas_kernels.experts import InputScheme
+from pallas_kernels.grouped import At, Batched, Block, Input, Product, Rows, Weights
+from pallas_kernels.lowering import load, store
+from pallas_kernels.tuning.heuristics import MatmulTile
+
+_F32_TINY = np.finfo(np.float32).tiny
+
+_FINISH_WARPS = 4
+_FINISH_COLUMNS = 512
+"""Columns of a program that sums a split product's parts, where no group of scales fixes them."""
+
+
+class _Hidden(NamedTuple):
+    """What the first product leaves: values or codes (S, I); scales (S, groups); each program's largest magnitude."""
+
+    data: Any
+    scale: Any | None = None
+    amax: Any | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Epilogue:
+    """How the first product's sums become the intermediate.
+
+    Attributes:
+      activation: of gate and up, or of the only half.
+      dtype: what its result is rounded to.
+      scheme: how it is quantised, or None.
+    """
+
+    activation: Activation
+    dtype: str
+    scheme: InputScheme | None
+
+    @property
+    def group(self) -> int | None:
+        """Columns of a group of scales, None where scales are not by groups."""
+        return self.scheme.group if self.scheme is not None and self.scheme.scale == "group" else None
+
+    @property
+    def static(self) -> bool:
+        return self.scheme is not None and self.scheme.scale == "static"
+
+    def requantises(self, tile: MatmulTile) -> bool:
+        """Whether a program's tile has all that its scales need."""
+        return self.static or self.group == tile.block_n
+
+
+class _Operands(NamedTuple):
+    """Refs of the first product beside x and w: activation constants, and the intermediate's static scale."""
+
+    params: ActivationParams
+    given: Any | None
+
+
+def first_product(
+    x: Input,
+    w: Weights,
+    rows: Rows,
+    params: ActivationParams,
+    given: Array | None,
+    *,
+    product: Product,
+    epilogue: Epilogue,
+    interpret: bool,
+) -> Input:
+    """The intermediate (S, I) of every slot, quantised as ``epilogue`` says; rows of slots in no block are undefined.
+
+    ``given`` is float32 (1,) or (E,), of a static scheme.
+    """
+    tile, columns, scheme = product.tile, w.data.shape[3], epilogue.scheme
+    operands = _Operands(params, given)
+    parts = None
+    if tile.split_k > 1:
+        shape = (tile.split_k, w.data.shape[2], product.slots, columns)
+        parts = lowering.kernel_call(
+            _part_kernel,
+            name="moe_first",
+            grid=product.grid(rows, columns),
+            out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            interpret=interpret,
+            product=product,
+        )(x, w, rows)
+        width = epilogue.group or _FINISH_COLUMNS
+        tile = replace(
+            tile,
+            block_m=1,
+            block_n=min(body.pow2_at_least(width), _FINISH_COLUMNS),
+            num_warps=_FINISH_WARPS,
+            num_stages=1,
+            split_k=1,
+            swap=False,
+        )
+        product = replace(product, tile=tile)
+    grid = product.grid(rows, columns)
+    out = _hidden_shapes(product, columns, grid[0], epilogue, per_expert=given is not None and given.size > 1)
+    [hidden] = lowering.kernel_call(
+        _first_kernel,
+        name="moe_first" if parts is None else "moe_finish",
+        grid=grid,
+        out_shape=[out],
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        interpret=interpret,
+        product=product,
+        epilogue=epilogue,
+    )(x, w, rows, operands, parts)
+    if scheme is None:
+        return Input(hidden.data)
+    if scheme.scale == "static":
+        assert given is not None
+        return Input(hidden.data, given.reshape(1, 1) if hidden.scale is None else hidden.scale)
+    if epilogue.requantises(tile):
+        return Input(hidden.data, hidden.scale)
+    chain = quantise_chain(hidden.data, scheme, amax=hidden.amax)
+    [(codes, scale)] = launch.run_chains("moe_requantize", chain, interpret=interpret)
+    return Input(codes, scale)
+
+
+def _hidden_shapes(product: Product, columns: int, programs: int, epilogue: Epilogue, *, per_expert: bool) -> _Hidden:
+    requantises = epilogue.requantises(product.tile)
+    data = jax.ShapeDtypeStruct((product.slots, columns), body.F8 if requantises else epilogue.dtype)
+    scale = amax = None
+    if requantises and (epilogue.group or per_expert):
+        groups = pl.cdiv(columns, epilogue.group) if epilogue.group else 1
+        scale = jax.ShapeDtypeStruct((product.slots, groups), jnp.float32)
+    if epilogue.scheme is not None and epilogue.scheme.scale == "tensor":
+        amax = jax.ShapeDtypeStruct((programs,), jnp.float32)
+    return _Hidden(data, scale, amax)
+
+
+def quantise_chain(
+    x: Array, scheme: InputScheme, *, scale: Array | None = None, amax: Array | None = None
+) -> launch.Chain:
+    """The jobs that make e4m3 codes and scales of x (R, K), which is not empty.
+
+    Args:
+      x: bfloat16, float16 or float32.
+      scheme: how.
+      scale: float32 (1, 1) or (R, 1), of a static scheme.
+      amax: float32 (n,), for one measured scale: the largest magnitudes of x's parts, instead of measuring x.
+    """
+    power_of_two = scheme.power_of_two
+    if scheme.scale == "static":
+        assert scale is not None
+        return [lambda: quantize.static_job(x, scale)]
+    if scheme.scale == "group":
+        return [lambda: quantize.groups_job(x, scheme.group, power_of_two=power_of_two)]
+    if scheme.scale == "token":
+        return [lambda: quantize.tokens_job(x, power_of_two=power_of_two)]
+    return quantize.tensor_chain(x, power_of_two=power_of_two, amax=amax)
+
+
+def _part_kernel(x: Input, w: Weights, rows: Rows, parts_ref: Any, *, product: Product) -> None:
+    """A part of K of the first product's sums."""
+    at = grouped.place(pl.program_id(0), w, rows, product)
+    block = grouped.locate(rows, at.block, product)
+
+    @pl.when(block.used)
+    def _() -> None:
+        index, inside = _where(block, at, w, product)
+        for half, total in enumerate(grouped.sums(x, w, block, at, product)):
+            store(parts_ref, (at.part, half, *index), total, mask=inside)
+
+
+def _first_kernel(
+    x: Input,
+    w: Weights,
+    rows: Rows,
+    operands: _Operands,
+    parts_ref: Any | None,
+    out: _Hidden,
+    *,
+    product: Product,
+    epilogue: Epilogue,
+) -> None:
+    """The first product, or the end of it where ``parts_ref`` holds its parts."""
+    program = pl.program_id(0)
+    at = grouped.place(program, w, rows, product)
+    block = grouped.locate(rows, at.block, product)
+
+    @pl.when(block.used)
+    def _() -> None:
+        index, inside = _where(block, at, w, product)
+        if parts_ref is None:
+            totals = grouped.sums(x, w, block, at, product)
+        else:
+            totals = [_sum_parts(parts_ref, half, index, inside) for half in range(w.data.shape[2])]
+        halves = []
+        for half, total in enumerate(totals):
+            value = grouped.finish(total, half, x, w, block, at, product)
+            halves.append(value if w.bias is None else value + grouped.bias_of(half, w, block, at, product))
+        h = activate(epilogue.activation, halves, operands.params, block.expert)
+        h = lowering.round_to(h, epilogue.dtype)
+        _store_hidden(h, index, inside, operands.given, out, block, at, product, epilogue)
+        if out.amax is not None:
+            _, magnitude = body.finite(jnp.where(inside, h, 0))
+            store(out.amax, (program,), jnp.max(jnp.abs(magnitude)))
+
+    if out.amax is not None:
+
+        @pl.when(~block.used)
+        def _() -> None:
+            store(out.amax, (program,), jnp.float32(0))
+
+
+def _where(block: Block, at: At, w: Weights, product: Product) -> tuple[tuple[Array, Array], Array]:
+    """Slots and columns of a program's tile, as they lie along its accumulator, and which elements count."""
+    index = grouped.oriented(product.tile, block.slot, grouped.columns_of(at, product.tile))
+    live, _ = grouped.oriented(product.tile, block.live, None)
+    return index, live & (index[1] < w.data.shape[3])
+
+
+def _sum_parts(parts_ref: Any, half: int, index: tuple[Array, Array], inside: Array) -> Array:
+    """The parts of one half's sum, in ascending order."""
+    total = jnp.zeros(inside.shape, jnp.float32)
+    for part in range(parts_ref.shape[0]):
+        total = total + load(parts_ref, (part, half, *index), mask=inside, other=0)
+    return total
+
+
+def _store_hidden(
+    h: Array,
+    index: tuple[Array, Array],
+    inside: Array,
+    given: Any | None,
+    out: _Hidden,
+    block: Block,
+    at: At,
+    product: Product,
+    epilogue: Epilogue,
+) -> None:
+    scheme, swap = epilogue.scheme, product.tile.swap
+    if scheme is None or not epilogue.requantises(product.tile):
+        store(out.data, index, h.astype(out.data.dtype), mask=inside)
+        return
+    if epilogue.group:
+        # Columns past the end repeat one of the group's own, so they do not change its largest magnitude.
+        codes, scales = body.quantize_fp8(
+            h, 0 if swap else 1, floor=quantize.GROUP_FLOOR, power_of_two=scheme.power_of_two
+        )
+        store(out.scale, (block.slot, at.tile), scales, mask=block.live)
+    else:
+        assert given is not None
+        scale = jnp.maximum(load(given, (block.expert if given.shape[0] > 1 else 0,)), _F32_TINY)
+        good, h = body.finite(h)
+        codes = body.fp8_codes(h * lowering.reciprocal(scale), good)
+        if out.scale is not None:
+            # Programs that share a row write the same value.
+            store(out.scale, (block.slot, 0), jnp.broadcast_to(scale, block.slot.shape), mask=block.live)
+    store(out.data, index, codes, mask=inside)
+
+
+def second_product(
+    h: Input,
+    w: Weights,
+    rows: Rows,
+    weights: Array | None,
+    out_dtype: jax.typing.DTypeLike,
+    *,
+    product: Product,
+    interpret: bool,
+) -> Array:
+    """The parts (split_k, S, H) of every slot's result; rows of slots in no block are undefined.
+
+    Args:
+      h: the intermediate.
+      w: w2.
+      rows: where the rows of each expert are.
+      weights: float32 (S,), router weights, or None for none.
+      out_dtype: of the result; parts of more than one are float32.
+      product: static facts.
+      interpret: compute with XLA on any device, for tests.
+    """
+    tile, columns = product.tile, w.data.shape[3]
+    shape = (tile.split_k, product.slots, columns)
+    return lowering.kernel_call(
+        _second_kernel,
+        name="moe_second",
+        grid=product.grid(rows, columns),
+        out_shape=jax.ShapeDtypeStruct(shape, out_dtype if tile.split_k == 1 else jnp.float32),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        interpret=interpret,
+        product=product,
+    )(h, w, rows, weights)
+
+
+def _second_kernel(
+    h: Input, w: Weights, rows: Rows, weights_ref: Any | None, out_ref: Any, *, product: Product
+) -> None:
+    at = grouped.place(pl.program_id(0), w, rows, product)
+    block = grouped.locate(rows, at.block, product)
+    index, inside = _where(block, at, w, product)
+
+    @pl.when(block.used)
+    def _() -> None:
+        [total] = grouped.sums(h, w, block, at, product)
+        y = grouped.finish(total, 0, h, w, block, at, product)
+        if w.bias is not None:
+            bias = grouped.bias_of(0, w, block, at, product)
+            y = y + (bias if product.tile.split_k == 1 else jnp.where(at.part == 0, bias, 0))
+        if weights_ref is not None:
+            weight = load(weights_ref, (block.slot,), mask=block.live, other=0)
+            y = y * grouped.oriented(product.tile, weight, None)[0]
+        store(out_ref, (at.part, *index), y.astype(out_ref.dtype), mask=inside)
+
+    if isinstance(rows, Batched):
+        # Rows that do not count are zero, whichever block they lie in.
+        rest = (index[0] < product.slots) & (index[1] < w.data.shape[3]) & ~inside
+        store(out_ref, (at.part, *index), jnp.zeros(rest.shape, out_ref.dtype), mask=rest)

@@ -1,0 +1,264 @@
+"""Layers of experts in interpret mode against jmoe's reference, over odd shapes and routings."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmoe
+from pallas_kernels.activation import Activation
+from pallas_kernels.experts import Experts, ExpertsSpec, InputScheme
+from pallas_kernels.moe import batched_experts, fused_moe
+from pallas_kernels.tuning.heuristics import MatmulTile
+from pallas_kernels.tuning.moe_heuristics import MoETiles
+from tests.pallas_kernels import moe_cases as cases
+from tests.pallas_kernels.moe_cases import Case, Layer, relative_error
+
+
+def tiles(block_n: int = 32, block_k: int = 32, *, split: int = 1, swap: bool = True, single: bool = False) -> MoETiles:
+    """One small tile for both products."""
+    tile = MatmulTile(block_m=16, block_n=block_n, block_k=block_k, num_warps=4, num_stages=2, split_k=split, swap=swap)
+    return MoETiles(first=tile, second=tile, single=single or split > 1)
+
+
+SWAPPED, PLAIN, SINGLE, SPLIT = tiles(), tiles(swap=False), tiles(single=True), tiles(split=2)
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def layer_of(
+    x: jax.Array, experts: Experts, weights: jax.Array, ids: jax.Array, spec: ExpertsSpec, **more: Any
+) -> jax.Array:
+    return fused_moe(x, experts, weights, ids, spec=spec, interpret=True, **more)
+
+
+@functools.partial(jax.jit, static_argnames="spec")
+def batch_of(x: jax.Array, counts: jax.Array, experts: Experts, spec: ExpertsSpec, **more: Any) -> jax.Array:
+    return batched_experts(x, counts, experts, spec=spec, interpret=True, **more)
+
+
+def reference(case: Case, layer: Layer, x: Any, weights: jax.Array, ids: jax.Array, **more: Any) -> jax.Array:
+    options = cases.options_of(case, layer) | more
+    return jmoe.fused_moe(x, layer.w13, layer.w2, weights, ids, implementation="reference", **options)
+
+
+def check(case: Case, how: MoETiles, routings: tuple[str, ...] = cases.ROUTINGS) -> None:
+    """Our layer agrees with the reference under each routing."""
+    layer = cases.layer(case)
+    spec = cases.spec_of(case, layer, how)
+    x, weights = cases.tokens(case)
+    for name in routings:
+        ids = jnp.asarray(cases.routing(name, case), jnp.int32)
+        # The weight of a slot without an expert is ignored, even NaN.
+        given = jnp.where((ids < 0) | (ids >= case.experts), jnp.nan, weights)
+        found = layer_of(x, cases.arrays(layer), given, ids, spec)
+        assert relative_error(found, reference(case, layer, x, given, ids)) < case.bar, name
+
+
+ODD = {"tokens": 7, "hidden": 72, "intermediate": 40, "experts": 5, "top_k": 3}
+BLOCKS = {"tokens": 6, "hidden": 200, "intermediate": 160, "experts": 3, "top_k": 2}
+
+
+@pytest.mark.parametrize("how", [SWAPPED, PLAIN, SINGLE, SPLIT], ids=["swapped", "plain", "single", "split"])
+def test_every_routing_over_extents_that_divide_nothing(how):
+    check(Case(**ODD, bias=True), how)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_other_dtypes(dtype):
+    check(Case(**ODD, dtype=dtype, gated=False, activation="gelu"), PLAIN, ("uniform", "none"))
+
+
+@pytest.mark.parametrize(
+    "recipe, how",
+    [
+        ("fp8_block", tiles(128, 128)),
+        ("fp8_block", tiles(128, 64, swap=False)),
+        ("fp8_block", tiles(64, 64, split=2)),
+        ("fp8_block:block=64", tiles(64, 64, single=True)),
+        ("fp8_block:block=32", tiles(32, 64)),
+        ("fp8_block:scale_dtype=e8m0", tiles(64, 128)),
+        ("fp8_tensor", tiles(64, 64)),
+        ("fp8_channel", tiles(64, 64)),
+        ("fp8_channel", tiles(64, 64, split=2)),
+        ("fp8_w8a16", tiles(64, 64)),
+        ("fp8_w8a16:block=1x32", tiles(64, 32)),
+    ],
+)
+def test_recipes(recipe, how):
+    check(Case(recipe=recipe, **BLOCKS), how, ("uniform", "hot", "elsewhere"))
+
+
+def test_static_scales_one_an_expert():
+    case = Case(recipe="fp8_tensor_static", **BLOCKS)
+    layer = cases.layer(case)
+    spec = cases.spec_of(case, layer, tiles(64, 64))
+    x, weights = cases.tokens(case)
+    ids = jnp.asarray(cases.routing("elsewhere", case), jnp.int32)
+    expert_map = jnp.array([2, -1, 0, 1], jnp.int32)
+    scales = {
+        "input_scale": jnp.array([0.01, 0.02, 0.03], jnp.float32),
+        "intermediate_scale": jnp.array([0.003, 0.004, 0.002], jnp.float32),
+    }
+    wanted = reference(case, layer, x, weights, ids, expert_map=expert_map, **scales)
+    found = layer_of(x, cases.arrays(layer, **scales), weights, ids, spec, expert_map=expert_map)
+    assert relative_error(found, wanted) < case.bar
+    one = {name: scale[0] for name, scale in scales.items()}
+    wanted = reference(case, layer, x, weights, ids, **one)
+    assert relative_error(layer_of(x, cases.arrays(layer, **one), weights, ids, spec), wanted) < case.bar
+
+
+def test_an_input_that_is_quantized_already():
+    case = Case(recipe="fp8_block", **BLOCKS)
+    layer = cases.layer(case)
+    x, weights = cases.tokens(case)
+    codes = jmoe.quantize(x, layer.w13.input_scheme)
+    ids = jnp.asarray(cases.routing("uniform", case), jnp.int32)
+    spec = cases.spec_of(case, layer, tiles(128, 128))
+    found = layer_of(codes.data, cases.arrays(layer), weights, ids, spec, x_scale=codes.scale)
+    assert relative_error(found, reference(case, layer, codes, weights, ids)) < case.bar
+
+
+def test_the_kernels_index_stacked_layers():
+    case = Case(recipe="fp8_channel", tokens=4, hidden=40, intermediate=48, experts=3, bias=True)
+    layers = [cases.layer(case, seed) for seed in range(3)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(cases.arrays(layer) for layer in layers))
+    spec = cases.spec_of(case, layers[0], tiles(64, 64))
+    x, weights = cases.tokens(case)
+    ids = jnp.asarray(cases.routing("uniform", case), jnp.int32)
+
+    @jax.jit
+    def scanned(x: jax.Array) -> jax.Array:
+        def step(x: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+            y = layer_of(x, stacked._replace(layer=index), weights, ids, spec)
+            return y, y
+
+        return jax.lax.scan(step, x, jnp.arange(3, dtype=jnp.int32))[1]
+
+    for layer, found in zip(layers, scanned(x), strict=True):
+        assert relative_error(found, reference(case, layer, x, weights, ids)) < case.bar
+        x = found
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_block", "fp8_tensor", "fp8_channel"])
+def test_h06_batched_rows_beyond_counts_are_zero_and_touch_nothing(recipe):
+    case = Case(recipe=recipe, tokens=19, hidden=136, intermediate=72, experts=4, bias=True)
+    layer = cases.layer(case)
+    spec = cases.spec_of(case, layer, tiles(64, 64, swap=recipe != "bf16"))
+    counts = jnp.array([19, 0, 16, 5], jnp.int32)
+    x = jax.random.normal(jax.random.key(3), (4, 19, 136), jnp.bfloat16)
+    valid = jnp.arange(19) < counts[:, None]
+    found = batch_of(jnp.where(valid[..., None], x, jnp.nan), counts, cases.arrays(layer), spec)
+    wanted = jmoe.batched_experts(
+        x, counts, layer.w13, layer.w2, implementation="reference", **cases.options_of(case, layer)
+    )
+    assert relative_error(found, wanted) < case.bar
+    assert not np.asarray(found, np.float32)[~valid].any()
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_block", "fp8_channel"])
+def test_a_token_that_is_not_finite_spoils_its_own_row(recipe):
+    case = Case(recipe=recipe, **BLOCKS)
+    layer = cases.layer(case)
+    spec = cases.spec_of(case, layer, tiles(128, 64))
+    x, weights = cases.tokens(case)
+    ids = jnp.asarray(cases.routing("one expert", case), jnp.int32)
+    clean = layer_of(x, cases.arrays(layer), weights, ids, spec)
+    dirty = layer_of(x.at[2, 5].set(jnp.nan), cases.arrays(layer), weights, ids, spec)
+    assert np.isnan(np.asarray(dirty[2], np.float32)).all()
+    others = jnp.array([0, 1, 3, 4, 5])
+    np.testing.assert_array_equal(*(np.asarray(y[others], np.float32) for y in (dirty, clean)))
+
+
+def test_h01_no_tokens_and_no_rows():
+    case = Case(tokens=0)
+    layer = cases.layer(case)
+    spec = cases.spec_of(case, layer, SWAPPED)
+    x, weights = cases.tokens(case)
+    assert layer_of(x, cases.arrays(layer), weights, jnp.zeros((0, 2), jnp.int32), spec).shape == (0, 64)
+    empty = jnp.zeros((4, 0, 64), jnp.bfloat16)
+    assert batch_of(empty, jnp.zeros(4, jnp.int32), cases.arrays(layer), spec).shape == (4, 0, 64)
+
+
+# With gate alone, alpha 0 and beta 2, the activation is the identity: g * sigmoid(0) * (0 + 2) = g.
+GATE_ALONE = Activation(alpha=0.0, beta=2.0)
+
+
+def first_product_alone(x: Any, gate: Any, how: MoETiles, *, x_scale: Any, gate_scale: Any, **facts: Any) -> np.ndarray:
+    """x gate^T, float32, through the first product of a layer of one expert whose w2 copies."""
+    gate, gate_scale = (jnp.stack([a, jnp.zeros_like(a)])[None] for a in (gate, gate_scale))
+    columns, hidden = gate.shape[2:]
+    spec = ExpertsSpec(tiles=how, dtype="float32", out_dtype="float32", activation=GATE_ALONE, **facts)
+    experts = Experts(gate, jnp.eye(hidden, columns)[None], w13_scale=gate_scale)
+    ones = jnp.ones((x.shape[0], 1), jnp.float32)
+    found = layer_of(x, experts, ones, jnp.zeros(ones.shape, jnp.int32), spec, x_scale=x_scale)
+    return np.asarray(found[:, :columns])
+
+
+def test_b03_a_step_of_k_never_straddles_scales():
+    # 32 products at scales 1 * 1 and 32 at 2 * 4, with steps of 64 asked for.
+    ones = jnp.ones((1, 64), jnp.float8_e4m3fn)
+    found = first_product_alone(
+        ones,
+        jnp.repeat(ones, 16, axis=0),
+        tiles(16, 64),
+        x_scale=jnp.array([[1, 2]], jnp.float32),
+        gate_scale=jnp.array([[1, 4]], jnp.float32),
+        w13_block=(32, 32),
+        input_scheme=InputScheme(scale="group", group=32),
+    )
+    assert found.tolist() == [[288.0] * 16]
+
+
+def test_b12_k_2880_in_blocks_keeps_28_decibels():
+    keys = jax.random.split(jax.random.key(0), 2)
+    x, gate = (jax.random.normal(key, (rows, 2880)) for key, rows in zip(keys, (16, 64), strict=True))
+    w, a = jmoe.quantize(gate, "fp8_block"), jmoe.quantize(x, jmoe.recipe("fp8_block").input)
+    found = first_product_alone(
+        a.data,
+        w.data,
+        tiles(64, 128),
+        x_scale=a.scale,
+        gate_scale=w.scale,
+        w13_block=(128, 128),
+        input_scheme=InputScheme(scale="group", group=128),
+    )
+    wanted = np.asarray(x, np.float64) @ np.asarray(gate, np.float64).T
+    noise = found - wanted
+    assert 10 * np.log10((wanted**2).sum() / (noise**2).sum()) > 28
+
+
+def test_g01_the_sentinel_is_not_the_last_expert():
+    # Token 0 chooses experts 0 (elsewhere) and 2 (here as 0): 0.4 f(x), f with weights of ones is silu(2) * 2 a column.
+    ones = Experts(jnp.ones((2, 2, 16, 2), jnp.float32), jnp.ones((2, 2, 16), jnp.float32))
+    spec = ExpertsSpec(tiles=SWAPPED, dtype="float32", out_dtype="float32")
+    ids, weights = jnp.array([[0, 2]], jnp.int32), jnp.array([[0.6, 0.4]], jnp.float32)
+    expert_map = jnp.array([-1, -1, 0, 1], jnp.int32)
+    found = layer_of(jnp.ones((1, 2), jnp.float32), ones, weights, ids, spec, expert_map=expert_map)
+    np.testing.assert_allclose(found, np.full((1, 2), 0.4 * 16 * 2 * 2 / (1 + np.exp(-2))), rtol=1e-6)
+
+
+def test_it_works_with_strict_promotion_and_64_bit_types():
+    case = Case(recipe="fp8_block", **BLOCKS, bias=True)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        check(case, tiles(128, 128), ("uniform",))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"w2": jnp.zeros((4, 64, 40), jnp.bfloat16)}, r"w2 has shape \(4, 64, 40\).*\(4, 64, 48\)"),
+        ({"b13": jnp.zeros((4, 96), jnp.bfloat16)}, r"b13 has shape \(4, 96\).*\(4, 2, 48\)"),
+        ({"w13_scale": jnp.zeros((4, 2, 1, 1))}, r"w13_scale has shape"),
+        ({"input_scale": jnp.ones(())}, "input_scale is given"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_named(change, message):
+    case = Case()
+    layer = cases.layer(case)
+    x, weights = cases.tokens(case)
+    spec = cases.spec_of(case, layer, SWAPPED)
+    with pytest.raises(ValueError, match=message):
+        layer_of(x, cases.arrays(layer)._replace(**change), weights, jnp.zeros((5, 2), jnp.int32), spec)
