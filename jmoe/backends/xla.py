@@ -25,6 +25,7 @@ from jmoe.numerics import INT4_OFFSET
 from jmoe.qtensor import QTensor, expand, expand_axis, index_leading
 from jmoe.quantize import quantize
 from jmoe.scheme import Scheme
+from pallas_kernels import bits
 from pallas_kernels.layouts import CANONICAL
 
 NAME = "xla"
@@ -84,8 +85,8 @@ def _operands(op: OpSpec, device: DeviceSpec) -> str:
     """The dtype that products are computed in, its sums being float32.
 
     bfloat16 holds every code exactly, and a scale that all of K shares is applied after the product. A finer float32
-    scale has to be multiplied in before, and rounds. Weight-only recipes allow that; but between two products, 8 bits
-    of h differ by enough to change its codes where it is quantised, so there tensorfloat32 keeps 11.
+    scale has to be multiplied in before, and rounds. Where both products are weight-only that may be; but what differs
+    by the last of 8 bits changes many of h's codes where it is quantised, so there tensorfloat32 keeps 11.
     """
     recipes = [r for r in (op.recipe, op.second_recipe) if r is not None and r.weight is not None]
     if op.dtype == "float32" or device.platform == "cpu":
@@ -97,7 +98,8 @@ def _operands(op: OpSpec, device: DeviceSpec) -> str:
     if op.dtype == "float16" and any(r.input is None for r in recipes):
         exact = False  # bfloat16 does not hold x
     else:
-        exact = all(r.input is None or (_is_exact(r.weight) and _is_exact(r.input)) for r in recipes)
+        weight_only = all(r.input is None for r in recipes)
+        exact = weight_only or all(_is_exact(r.weight) and _is_exact(r.input) for r in recipes)
     if exact:
         return "bfloat16"
     return "tensorfloat32" if device.platform == "cuda" else "float32"
@@ -459,7 +461,7 @@ def _run_experts(op: OpSpec, a: MoEArgs | BatchedArgs, blocks: _Blocks, x: _Oper
         product = _halves_product(rows, _operand(w.w13, dtype), dtype)
         if w.b13 is not None:
             product = product + w.b13.astype(jnp.float32)[:, None, :]
-        return common.round_to(common.activate(activation, product, w.params), op.dtype)
+        return bits.round_to(common.activate(activation, product, w.params), op.dtype)
 
     def second(w: _Second, h: _Operand) -> Array:
         y = _product(h, _operand(w.w2, dtype), dtype)
