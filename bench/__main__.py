@@ -1,0 +1,28 @@
+"""``python -m bench NAME ...``: measure, print a table, write bench/results/NAME-<device>.json and .png."""
+
+import argparse
+import importlib
+from pathlib import Path
+
+from bench import report
+
+BENCHMARKS = ("linear",)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("benchmark", choices=BENCHMARKS)
+    parser.add_argument("--recipes", help="comma-separated; all by default")
+    parser.add_argument("--layers", help="comma-separated names of layers; all by default")
+    parser.add_argument("--tokens", help="comma-separated row counts; all by default")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
+    given = parser.parse_args()
+    chosen = {name: getattr(given, name).split(",") for name in ("recipes", "layers", "tokens") if getattr(given, name)}
+    if "tokens" in chosen:
+        chosen["tokens"] = [int(t) for t in chosen["tokens"]]
+    result = importlib.import_module(f"bench.{given.benchmark}").run(**chosen)
+    report.write(result, given.out, given.benchmark)
+
+
+if __name__ == "__main__":
+    main()
