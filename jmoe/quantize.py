@@ -208,8 +208,8 @@ def _rounded(scale: Array, scheme: Scheme) -> _Scales:
     info = jnp.finfo(dtype)
     # float16's subnormals are ordinary float32 numbers; bfloat16's are float32's own, which may flush to zero.
     smallest = max(float(info.smallest_subnormal), _F32_TINY)
-    stored = jnp.clip(scale, smallest, float(info.max)).astype(dtype)
-    return _Scales(stored, stored.astype(jnp.float32), None)
+    effective = bits.round_to(jnp.clip(scale, smallest, float(info.max)), scheme.scale_dtype)
+    return _Scales(effective.astype(dtype), effective, None)
 
 
 def _shared_exponent(amax: Array, rounding: str) -> Array:

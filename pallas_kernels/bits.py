@@ -4,6 +4,8 @@
 float32 arithmetic may flush to zero. So exponents are read and built as integers, and casts saturate first.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,8 +56,45 @@ def ceil_exponent(amax: Array, fmt_max: float) -> Array:
 
 def saturate(x: Array, dtype: jax.typing.DTypeLike) -> Array:
     """Casts float32 ``x`` to a float8 dtype, to nearest even, saturating at its largest value; NaN stays."""
-    limit = float(jnp.finfo(dtype).max)
-    return jnp.clip(x, -limit, limit).astype(dtype)
+    info = jnp.finfo(dtype)
+    limit, shift, bias = float(info.max), 23 - info.nmant, 1 - info.minexp
+    word = f32_bits(jnp.clip(x, -limit, limit))
+    magnitude = word & 0x7FFFFFFF
+    # Not a cast: where its result is cast back, XLA on GPUs takes the pair for excess precision and drops both.
+    half_ulp = (1 << (shift - 1)) - 1 + ((magnitude >> shift) & 1)
+    normal = ((magnitude + half_ulp) >> shift) - ((127 - bias) << info.nmant)
+    subnormal = jnp.rint(jnp.abs(x) * 2.0 ** (info.nmant - info.minexp)).astype(jnp.int32)
+    code = jnp.where(magnitude < _word_of(2.0**info.minexp), subnormal, normal)
+    code = jnp.where(magnitude > _word_of(np.inf), _word_of_nan(dtype), code)
+    return lax.bitcast_convert_type(((word >> 24) & 0x80 | code).astype(jnp.uint8), dtype)
+
+
+def _word_of(x: float) -> int:
+    return int(np.float32(x).view(np.int32))
+
+
+def _word_of_nan(dtype: jax.typing.DTypeLike) -> int:
+    return int(np.asarray(np.nan, dtype).view(np.uint8)) & 0x7F
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def round_to(x: Array, dtype: str) -> Array:
+    """float32 ``x`` rounded to the values of a 16-bit float dtype; a cast there and back may be elided by the compiler.
+
+    Its derivative is that of the identity. "float32" leaves x as it is.
+    """
+    if dtype == "float32":
+        return x
+    info = jnp.finfo(dtype)
+    rounded = lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+    if dtype == "float16":  # reduce_precision flushes float16's subnormals, which lie 2**-24 apart
+        rounded = jnp.where(jnp.abs(x) < float(info.smallest_normal), jnp.rint(x * 2**24) * 2**-24, rounded)
+    return rounded
+
+
+@round_to.defjvp
+def _round_to_jvp(dtype: str, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    return round_to(primals[0], dtype), tangents[0]
 
 
 def round_int(x: Array, low: int, high: int, dtype: jax.typing.DTypeLike) -> Array:

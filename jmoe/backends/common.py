@@ -1,6 +1,5 @@
 """Steps that the reference and the xla implementation share, each a small pure function."""
 
-import functools
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ from jmoe.backends.spec import DeviceSpec, OpSpec
 from jmoe.qtensor import QTensor, index_leading
 from jmoe.quantize import quantize
 from jmoe.scheme import Scheme
+from pallas_kernels import bits
 
 Weight = Array | QTensor
 
@@ -99,28 +99,8 @@ def activate(activation: Activation, product: Array, params: ActivationParams | 
     return act.gated(activation, product[0], product[1], params)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def round_to(x: Array, dtype: str) -> Array:
-    """float32 ``x`` rounded to the values of ``dtype``; a cast there and back may be elided by the compiler.
-
-    Its derivative is that of the identity.
-    """
-    if dtype == "float32":
-        return x
-    info = jnp.finfo(dtype)
-    rounded = lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
-    if dtype == "float16":  # reduce_precision flushes float16's subnormals, which lie 2**-24 apart
-        rounded = jnp.where(jnp.abs(x) < float(info.smallest_normal), jnp.rint(x * 2**24) * 2**-24, rounded)
-    return rounded
-
-
-@round_to.defjvp
-def _round_to_jvp(dtype: str, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    return round_to(primals[0], dtype), tangents[0]
-
-
 def weighted_input(x: Weight, topk_weights: Array, ids: Array) -> Array:
     """X times its one router weight, in x's dtype (Llama 4); slots without an expert keep x."""
     assert not isinstance(x, QTensor)  # fused_moe refuses it: the weight comes before quantisation
     weight = jnp.where(ids >= 0, topk_weights, jnp.float32(1))
-    return round_to(x.astype(jnp.float32) * weight, x.dtype.name).astype(x.dtype)
+    return bits.round_to(x.astype(jnp.float32) * weight, x.dtype.name).astype(x.dtype)

@@ -11,6 +11,7 @@ from jmoe.backends import common
 from jmoe.backends.spec import BatchedArgs, DeviceSpec, LinearArgs, MoEArgs, OpSpec, Plan, Selection
 from jmoe.qtensor import QTensor, index_leading
 from jmoe.quantize import quantize
+from pallas_kernels import bits
 
 NAME = "reference"
 
@@ -114,7 +115,7 @@ def intermediate(op: OpSpec, rows: Array, a: MoEArgs | BatchedArgs, e: Array) ->
 
 def round_intermediate(op: OpSpec, h: Array, a: MoEArgs | BatchedArgs, slot_ids: Array) -> Array:
     """H (S, I) rounded to x's dtype, then quantised as w2 asks: float32 values."""
-    h = common.round_to(h, op.dtype)
+    h = bits.round_to(h, op.dtype)
     scheme = common.input_scheme_of(a.w2)
     if scheme is None:
         return h

@@ -22,6 +22,7 @@ from jmoe.numerics import E4M3
 from jmoe.ops import Routed
 from jmoe.qtensor import index_leading
 from jmoe.scheme import Scheme
+from pallas_kernels import bits
 
 
 class Observation(nnx.Variable):
@@ -222,7 +223,7 @@ def _intermediates(moe: Any, x: Array, routed: Routed) -> tuple[Array, Array]:
         product = matmul(rows.astype(jnp.float32)[None], common.values(index_leading(w13, e)))
         if b13 is not None:
             product = product + index_leading(b13, e).astype(jnp.float32)[:, None, :]
-        h = common.round_to(common.activate(activation, product, None), rows.dtype.name)
+        h = bits.round_to(common.activate(activation, product, None), rows.dtype.name)
         return _amax(jnp.where(mine[:, None], h, 0)), jnp.sum(ids == e, dtype=jnp.float32)
 
     return lax.map(one, jnp.arange(moe.num_local_experts, dtype=jnp.int32))

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 import jmoe
-from jmoe.backends import common, reference
+from jmoe.backends import reference
 from jmoe.backends.activation import ActivationParams
 from jmoe.qtensor import QTensor
+from pallas_kernels import bits
 
 TOKENS, TOP_K, EXPERTS, HIDDEN, INTERMEDIATE, LAYERS = 6, 2, 3, 40, 24, 2
 
@@ -465,15 +466,15 @@ def test_rounding_is_that_of_a_cast(dtype):
     with np.errstate(over="ignore"):
         expected = values.astype(np.float16 if dtype == jnp.float16 else ml_dtypes.bfloat16).astype(np.float32)
     name = jnp.dtype(dtype).name
-    np.testing.assert_array_equal(common.round_to(jnp.asarray(values), name), expected)
-    np.testing.assert_array_equal(jax.jit(common.round_to, static_argnums=1)(values, name), expected)
+    np.testing.assert_array_equal(bits.round_to(jnp.asarray(values), name), expected)
+    np.testing.assert_array_equal(jax.jit(bits.round_to, static_argnums=1)(values, name), expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_rounding_has_the_derivative_of_the_identity(dtype):
     x = jnp.array([1.2345678, 1e-6, -300.7], jnp.float32)
     tangent = jnp.array([0.1234567, 1e-9, 7.654321], jnp.float32)
-    _, forward = jax.jvp(lambda v: common.round_to(v, dtype), (x,), (tangent,))
+    _, forward = jax.jvp(lambda v: bits.round_to(v, dtype), (x,), (tangent,))
     np.testing.assert_array_equal(forward, tangent)
-    _, pullback = jax.vjp(lambda v: common.round_to(v, dtype), x)
+    _, pullback = jax.vjp(lambda v: bits.round_to(v, dtype), x)
     np.testing.assert_array_equal(pullback(tangent)[0], tangent)
