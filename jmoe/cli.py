@@ -45,7 +45,7 @@ _DeviceOption = Annotated[str | None, typer.Option("--device", help="A known dev
 def main() -> None:
     """Runs the command line; bad input ends in one sentence and exit code 1, wrong usage in 2."""
     try:
-        app()
+        app(prog_name="jmoe")
     except ExceptionGroup as group:
         reasons = "; ".join(str(error) for error in group.exceptions)
         sys.exit(_fail(f"{group.message}: {reasons}"))

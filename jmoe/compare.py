@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import functools
 import gc
 import importlib.metadata
 import itertools
@@ -219,13 +220,15 @@ def compare(
     rows: list[Row] = []
     for name, recipe in zip(names, [None] if stored else chosen, strict=True):
         report.begin(name)
-        # Held as the file has it, so that a row's bytes are those of its weights whatever is computed in.
-        model = checkpoint.load_model(path, dtype=dtype, param_dtype=jnp.bfloat16)
-        layers = _quantize(model, recipe, tokens, window) if recipe is not None and recipe.weight is not None else ()
-        row = _score(name, model, layers, tokens, window, batch, report)
+        score = functools.partial(_score, name, path, recipe, dtype, tokens.reshape(-1, window), batch, report)
+        try:
+            row = score()
+        except ExceptionGroup:
+            # Nothing serves this recipe by default on this device, so it is emulated, and the row says so.
+            with config(implementation=_EMULATOR):
+                row = score()
         baseline = rows[0].loss if rows else row.loss
         rows.append(row if stored else dataclasses.replace(row, loss_change=row.loss - baseline))
-        del model
         gc.collect()
     return Comparison(
         checkpoint=str(path),
@@ -326,81 +329,73 @@ class _Steps:
             self.progress(self.phase, self.done, self.total)
 
 
-def _quantize(model: Decoder, recipe: Recipe, tokens: np.ndarray, window: int) -> tuple[LayerError, ...]:
-    """Quantizes the model in place; a recipe with given activation scales is calibrated on the head of the text."""
-    calibration = None
-    if recipe.input is not None and recipe.input.static:
-        head = tokens[: window * _CALIBRATION_WINDOWS]
-        head = head[: len(head) // window * window].reshape(-1, window)
-        calibration = calibrate(model, [head])
-    report = quantize_model(model, quantization_rules(recipe), calibration=calibration, sqnr=True)
-    return tuple(
-        LayerError(path=layer.path, sqnr_db=layer.sqnr_db) for layer in report.layers if layer.sqnr_db is not None
-    )
-
-
 def _score(
     name: str,
-    model: Decoder,
-    layers: tuple[LayerError, ...],
-    tokens: np.ndarray,
-    window: int,
+    path: Path | str,
+    recipe: Recipe | None,
+    dtype: jax.typing.DTypeLike,
+    windows: np.ndarray,
     batch: int,
     report: _Steps,
 ) -> Row:
-    """The row of a model, compared with none yet."""
-    asked, implementation, reason = _choice(model, jax.ShapeDtypeStruct((batch, window), jnp.int32))
-    step = window * batch
-    parts = [tokens[start : start + step] for start in range(0, len(tokens), step)]
-    with config(implementation=asked):
-        evaluate(model, parts[0], window=window, batch=batch)  # compiles
+    """The row of a checkpoint under a recipe (None: as it is stored), compared with no other yet.
+
+    Raises:
+      ExceptionGroup: nothing serves it on this device unless it is asked for by name; nothing was computed then.
+    """
+    # Held as the file has it, so that a row's bytes are those of its weights whatever is computed in.
+    model = checkpoint.load_model(path, dtype=dtype, param_dtype=jnp.bfloat16)
+    layers = () if recipe is None or recipe.weight is None else _quantize(model, recipe, windows)
+    explanation = explain(model, jax.ShapeDtypeStruct((batch, windows.shape[1]), jnp.int32))
+    parts = [windows[start : start + batch] for start in range(0, len(windows), batch)]
+
+    def loss_of(part: np.ndarray) -> float:
+        return evaluate(model, part.reshape(-1), window=part.shape[1], batch=batch)
+
+    loss_of(parts[0])  # compiles
+    report.advance()
+    started = time.perf_counter()
+    total = 0.0
+    for part in parts:
+        total += loss_of(part) * len(part)
         report.advance()
-        started = time.perf_counter()
-        total = 0.0
-        for part in parts:
-            total += evaluate(model, part, window=window, batch=batch) * (len(part) // window)
-            report.advance()
-        seconds = time.perf_counter() - started
-    loss = total / (len(tokens) // window)
+    seconds = time.perf_counter() - started
+    implementation, reason = _choice(explanation)
     return Row(
         recipe=name,
         weight_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model))),
         sqnr_db=_mean_sqnr(layers),
-        loss=loss,
+        loss=total / len(windows),
         loss_change=None,
-        tokens_per_second=len(tokens) / seconds,
+        tokens_per_second=windows.size / seconds,
         implementation=implementation,
         reason=reason,
         layers=layers,
     )
 
 
-def _choice(model: Decoder, sample: jax.ShapeDtypeStruct) -> tuple[str | None, str, str]:
-    """What to ask for, what then runs the products, and why.
-
-    Where nothing serves the model by default, XLA emulates it, asked for by name; the reason says what is missing.
-    """
-    try:
-        explanation = explain(model, sample)
-    except ExceptionGroup:
-        with config(implementation=_EMULATOR):
-            explanation = explain(model, sample)
-        return _EMULATOR, _EMULATOR, f"asked for by name: {'; '.join(_refusals(explanation))}"
-    selections = [selection for _, selection in explanation.entries]
-    implementations = dict.fromkeys(selection.implementation for selection in selections)
-    reasons = dict.fromkeys(selection.reason for selection in selections)
-    return config.implementation, ", ".join(implementations), "; ".join(reasons)
+def _quantize(model: Decoder, recipe: Recipe, windows: np.ndarray) -> tuple[LayerError, ...]:
+    """Quantizes the model in place; a recipe with given activation scales is calibrated on the first windows."""
+    calibration = None
+    if recipe.input is not None and recipe.input.static:
+        calibration = calibrate(model, [windows[:_CALIBRATION_WINDOWS]])
+    report = quantize_model(model, quantization_rules(recipe), calibration=calibration, sqnr=True)
+    return tuple(
+        LayerError(path=layer.path, sqnr_db=layer.sqnr_db) for layer in report.layers if layer.sqnr_db is not None
+    )
 
 
-def _refusals(explanation: Explanation) -> list[str]:
-    """Why the emulator does not serve the operations of its own accord, once each."""
-    refusals: dict[str, None] = {}
-    for op, _ in explanation.entries:
+def _choice(explanation: Explanation) -> tuple[str, str]:
+    """What runs the products, and why, once each; of what runs only because it was asked for, also what is missing."""
+    implementations: dict[str, None] = {}
+    reasons: dict[str, None] = {}
+    for op, selection in explanation.entries:
+        implementations[selection.implementation] = reasons[selection.reason] = None
         try:
-            IMPLEMENTATIONS[_EMULATOR].plan(op, explanation.device, explicit=False)
+            IMPLEMENTATIONS[selection.implementation].plan(op, explanation.device, explicit=False)
         except NotImplementedError as refusal:
-            refusals[str(refusal)] = None
-    return list(refusals)
+            reasons[str(refusal)] = None
+    return ", ".join(implementations), "; ".join(reasons)
 
 
 def _mean_sqnr(layers: Sequence[LayerError]) -> float | None:
