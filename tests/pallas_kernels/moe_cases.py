@@ -59,9 +59,9 @@ class Layer(NamedTuple):
     b2: jax.Array | None
 
 
-def layer(case: Case, seed: int = 0) -> Layer:
-    """Normal weights that keep the result near 1."""
-    keys = jax.random.split(jax.random.key(seed), 4)
+def layer(case: Case, seed: int | jax.Array = 0) -> Layer:
+    """Normal weights that keep the result near 1; ``seed`` may be a key."""
+    keys = jax.random.split(jax.random.key(seed) if isinstance(seed, int) else seed, 4)
     halves = 1 + case.gated
     e, i, h = case.experts, case.intermediate, case.hidden
     w13 = jax.random.normal(keys[0], (e, halves, i, h), jnp.float32) * h**-0.5
@@ -75,42 +75,43 @@ def layer(case: Case, seed: int = 0) -> Layer:
     return Layer(jmoe.quantize(w13, case.recipe), jmoe.quantize(w2, case.recipe), b13, b2)
 
 
-def tokens(case: Case, seed: int = 0) -> tuple[jax.Array, jax.Array]:
+def tokens(case: Case, seed: int | jax.Array = 0) -> tuple[jax.Array, jax.Array]:
     """x (T, H) and router weights (T, k)."""
-    keys = jax.random.split(jax.random.key(1000 + seed), 2)
+    keys = jax.random.split(jax.random.key(1000 + seed) if isinstance(seed, int) else jax.random.fold_in(seed, 1), 2)
     x = jax.random.normal(keys[0], (case.tokens, case.hidden), case.dtype)
     return x, jax.random.uniform(keys[1], (case.tokens, case.top_k), jnp.float32, 0.2, 1.0)
 
 
-ROUTINGS = ("uniform", "zipf", "hot", "one expert", "empty experts", "none", "duplicates", "elsewhere")
+ROUTINGS = ("uniform", "zipf", "hot", "one expert", "empty experts", "elsewhere", "padding", "duplicates")
 
 
 def routing(name: str, case: Case, seed: int = 0) -> np.ndarray:
-    """Expert ids (T, k) of that kind.
+    """Expert ids (T, k), int32, of that kind.
 
-    uniform: distinct a token. zipf: skewed. hot: every token's first choice is the last expert. one expert: all slots.
-    empty experts: only even ones. none: a third are -1. duplicates: both of a token's choices may be equal.
-    elsewhere: ids on both sides of the range.
+    uniform: a token's are distinct. zipf: skewed. hot: every token's first is the last expert. one expert: all slots.
+    empty experts: only even ones. elsewhere: some on either side of the range, -1 among them. padding: the last third
+    of the tokens have none. duplicates: a token's may be equal.
     """
     rng = np.random.default_rng(seed)
     shape, e = (case.tokens, case.top_k), case.experts
     distinct = np.argsort(rng.random((case.tokens, max(e, case.top_k))), axis=1)[:, : case.top_k] % e
-    if name == "uniform":
-        return distinct
-    if name == "zipf":
-        return np.minimum(rng.zipf(1.3, shape) - 1, e - 1)
-    if name == "hot":
-        return np.where(np.arange(case.top_k) == 0, e - 1, distinct)
-    if name == "one expert":
-        return np.full(shape, e // 2)
-    if name == "empty experts":
-        return distinct // 2 * 2
-    if name == "none":
-        return np.where(rng.random(shape) < 1 / 3, -1, distinct)
-    if name == "duplicates":
-        return rng.integers(0, e, shape)
-    assert name == "elsewhere"
-    return rng.integers(-2, e + 2, shape)
+    kinds = {
+        "uniform": distinct,
+        "zipf": np.minimum(rng.zipf(1.3, shape) - 1, e - 1),
+        "hot": np.where(np.arange(case.top_k) == 0, e - 1, distinct),
+        "one expert": np.full(shape, e // 2),
+        "empty experts": distinct // 2 * 2,
+        "elsewhere": rng.integers(-2, e + 2, shape),
+        "padding": np.where(np.arange(case.tokens)[:, None] < case.tokens - case.tokens // 3, distinct, -1),
+        "duplicates": rng.integers(0, e, shape),
+    }
+    return kinds[name].astype(np.int32)
+
+
+def spoiled(case: Case, x: jax.Array, weights: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x and weights with NaN where they may not matter: tokens without an expert, and slots without one."""
+    here = (ids >= 0) & (ids < case.experts)
+    return jnp.where(here.any(1, keepdims=True), x, jnp.nan), jnp.where(here, weights, jnp.nan)
 
 
 def activation_of(case: Case) -> Activation:
