@@ -1,12 +1,13 @@
 """``python -m bench NAME ...``: measure, print a table, write bench/results/NAME-<device>.json and .png."""
 
 import argparse
+import functools
 import importlib
 from pathlib import Path
 
 from bench import report
 
-BENCHMARKS = ("linear",)
+BENCHMARKS = ("linear", "moe")
 
 
 def main() -> None:
@@ -20,7 +21,8 @@ def main() -> None:
     chosen = {name: getattr(given, name).split(",") for name in ("recipes", "layers", "tokens") if getattr(given, name)}
     if "tokens" in chosen:
         chosen["tokens"] = [int(t) for t in chosen["tokens"]]
-    result = importlib.import_module(f"bench.{given.benchmark}").run(**chosen)
+    save = functools.partial(report.save, folder=given.out, name=given.benchmark)
+    result = importlib.import_module(f"bench.{given.benchmark}").run(**chosen, save=save)
     report.write(result, given.out, given.benchmark)
 
 

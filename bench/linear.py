@@ -31,9 +31,13 @@ _CACHE = 1e8
 
 
 def run(
-    recipes: Sequence[str] = RECIPES, layers: Sequence[str] = tuple(LAYERS), tokens: Sequence[int] = TOKENS
+    recipes: Sequence[str] = RECIPES,
+    layers: Sequence[str] = tuple(LAYERS),
+    tokens: Sequence[int] = TOKENS,
+    *,
+    save: Callable[[dict[str, Any]], object] = lambda results: None,
 ) -> dict[str, Any]:
-    """Measures every layer, recipe and row count; see ``report.result``."""
+    """Measures every layer, recipe and row count; see ``report.result``. ``save`` gets what there is so far."""
     ceilings = timing.ceilings()
     rows = {}
     for name in layers:
@@ -44,6 +48,7 @@ def run(
             for t, values in measured.items():
                 rows[f"{name}/{recipe}/{t}"] = values
                 print(f"{name}/{recipe}/{t}: {values}", flush=True)
+            save(report.result(ceilings, rows))
     return report.result(ceilings, rows)
 
 

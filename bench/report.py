@@ -65,15 +65,21 @@ def result(ceilings: dict[str, float], rows: dict[str, Row]) -> dict[str, Any]:
     }
 
 
-def write(results: dict[str, Any], folder: Path, name: str) -> None:
-    """Writes JSON and PNG to ``folder`` and prints the table."""
+def save(results: dict[str, Any], folder: Path, name: str) -> Path:
+    """Writes the JSON of results, which may be partial, to ``folder``; its path."""
     folder.mkdir(parents=True, exist_ok=True)
     device = re.sub(r"\W+", "-", results["device"].lower()).strip("-")
-    path = folder / f"{name}-{device}"
-    path.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    path = folder / f"{name}-{device}.json"
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    return path
+
+
+def write(results: dict[str, Any], folder: Path, name: str) -> None:
+    """Writes JSON and PNG to ``folder`` and prints the table."""
+    path = save(results, folder, name)
     _plot(results, path.with_suffix(".png"))
     print_table(results)
-    print(f"wrote {path}.json and {path}.png")
+    print(f"wrote {path} and {path.with_suffix('.png')}")
 
 
 def print_table(results: dict[str, Any]) -> None:
