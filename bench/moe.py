@@ -85,10 +85,7 @@ def _weights(name: str, recipe: str) -> tuple[Any, Any]:
         scale = jax.random.uniform(key, grid, jnp.float32, 0.8, 1.2) * jnp.float32(spread / _CODE_SPREAD)
         return QTensor.make(codes, scale, scheme=how.weight, input_scheme=how.input)
 
-    makers = [
-        jax.jit(functools.partial(weight, shape=shape, spread=s)) for shape, s in zip(shapes, spread, strict=True)
-    ]
-    w13, w2 = (make(key) for make, key in zip(makers, keys, strict=True))
+    w13, w2 = (jax.jit(weight, static_argnums=1)(key, shape) for key, shape in zip(keys, shapes, strict=True))
     return w13, w2
 
 
