@@ -89,7 +89,7 @@ class Row:
       loss: held-out loss in nats a token.
       loss_change: against the row of bf16; None where there is none.
       tokens_per_second: of the compiled evaluation, compilation excluded.
-      implementation: what ran, and ``reason`` why.
+      implementation: what ran the quantized products (of bf16, all), and ``reason`` why.
       layers: every quantized layer's error.
     """
 
@@ -386,10 +386,11 @@ def _quantize(model: Decoder, recipe: Recipe, windows: np.ndarray) -> tuple[Laye
 
 
 def _choice(explanation: Explanation) -> tuple[str, str]:
-    """What runs the products, and why, once each; of what runs only because it was asked for, also what is missing."""
+    """What runs the quantized products (all, where none is), and why; of emulation asked for also what is missing."""
+    quantized = [(op, selection) for op, selection in explanation.entries if op.recipe.weight is not None]
     implementations: dict[str, None] = {}
     reasons: dict[str, None] = {}
-    for op, selection in explanation.entries:
+    for op, selection in quantized or explanation.entries:
         implementations[selection.implementation] = reasons[selection.reason] = None
         try:
             IMPLEMENTATIONS[selection.implementation].plan(op, explanation.device, explicit=False)

@@ -21,6 +21,7 @@ from jmoe.compare import (
     Comparison,
     LayerError,
     Row,
+    _choice,
     compare,
     draw_error_by_layer,
     draw_loss_against_bytes,
@@ -28,6 +29,7 @@ from jmoe.compare import (
     split_recipes,
 )
 from jmoe.models import evaluate
+from jmoe.ops.explain import Explanation
 
 DATA = Path(__file__).resolve().parent / "data"
 TINY = DATA / "tiny-moe" / "bf16"
@@ -198,6 +200,17 @@ def test_what_a_device_has_no_units_for_is_emulated_by_name_and_the_row_says_so(
         "they are emulated where implementation='xla' asks for that by name",
     )
     assert 0 < abs(nvfp4.loss - bf16.loss) < 0.1
+
+
+def test_a_row_tells_of_the_products_that_its_recipe_quantizes():
+    plain, quantized = (
+        jmoe.OpSpec(op="linear", recipe=jmoe.recipe(name), tokens=1, hidden=8, features=8) for name in ("bf16", "int8")
+    )
+    lm_head = (plain, jmoe.select(plain, "cpu", implementation="reference"))
+    projection = (quantized, jmoe.select(quantized, "cpu"))
+    implementation, reason = _choice(Explanation(jmoe.DeviceSpec.named("cpu"), (lm_head, projection)))
+    assert implementation == "xla" and reason.startswith("first in order that can (triton: ")
+    assert _choice(Explanation(jmoe.DeviceSpec.named("cpu"), (lm_head,))) == ("reference", "asked for by name")
 
 
 def rows_of(*facts):
