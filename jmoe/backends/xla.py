@@ -31,7 +31,7 @@ from pallas_kernels.layouts import CANONICAL
 NAME = "xla"
 
 _PIECE_BYTES = 64 * 2**20
-"""Most bytes of a linear's weight that are dequantised at a time."""
+"""About how many bytes of a linear's weight are dequantised at a time."""
 
 _INVARIANT_ROWS = 64
 """Rows of every product under ``batch_invariant``, however many tokens there are."""
@@ -40,10 +40,9 @@ _INVARIANT_ROWS = 64
 def plan(op: OpSpec, device: DeviceSpec, *, explicit: bool) -> Plan:
     """The plan on that device, here or not; ``explicit`` where the user asked for it by name.
 
-    Tiles: "operands", the dtype that products are computed in (plain weights of another 16-bit dtype or of float32 take
-    tensorfloat32 instead of 16 bits); "rows" of a block that belongs to one
-    expert (1: a block a slot, unsorted) or, of a linear, under ``batch_invariant``; "features" of a linear that are
-    dequantised at a time.
+    Tiles: "operands" is the dtype that products are computed in (a plain weight of another dtype than 16-bit operands
+    is multiplied in tensorfloat32); "rows" those of a block that belongs to one expert (1: a block a slot, unsorted)
+    or, under ``batch_invariant``, of a linear's products; "features" those of a linear that are dequantised at a time.
 
     Raises:
       NotImplementedError: weights are in a kernel's layout, or FP4 activations would be emulated unasked on a GPU.
