@@ -1,0 +1,131 @@
+"""The README's code runs, and the commands, recipes and files that it names exist."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jmoe
+from jmoe import cli
+from jmoe.backends.select import IMPLEMENTATIONS
+from jmoe.checkpoint.methods import known_methods
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PROSE = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
+
+
+def blocks(language):
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    return [text for tag, text in found if tag == language]
+
+
+def test_there_are_two_programs_of_at_most_ten_statements():
+    counts = [sum(bool(line) for line in block.splitlines()) for block in blocks("python")]
+    assert len(counts) == 2 and max(counts) <= 10
+
+
+def run(program, monkeypatch):
+    """What the program prints, started in the repository, and its names."""
+    monkeypatch.chdir(ROOT)
+    names: dict = {}
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(program, "README.md", "exec"), names)
+    return out.getvalue(), names
+
+
+def test_a_layer(monkeypatch):
+    printed, names = run(blocks("python")[0], monkeypatch)
+    y = names["y"]
+    assert y.shape == (64, 512) and y.dtype == jnp.bfloat16 and bool(jnp.isfinite(y).all())
+    assert printed.startswith("on NVIDIA H100 80GB")
+    assert "moe fp8_block T=64 H=512 I=256 E=8 k=2 bfloat16" in printed
+    # The quantized layer is the dense one but for the noise of FP8, about 30 dB below it in each of two products.
+    dense = jmoe.fused_moe(
+        names["x"], names["w13"].dequantize(), names["w2"].dequantize(), names["routed"].weights, names["routed"].ids
+    )
+    difference = y.astype(jnp.float32) - dense.astype(jnp.float32)
+    assert float(jnp.linalg.norm(difference) / jnp.linalg.norm(dense.astype(jnp.float32))) < 0.06
+
+
+def test_a_model(monkeypatch):
+    printed, _ = run(blocks("python")[1], monkeypatch)
+    lines = printed.splitlines()
+    before, after = float(lines[0]), float(lines[-2])
+    # 1.25 nats a byte over the whole text; groups of 64 cost less than the 0.006 of test_compare's groups of 128.
+    assert before == pytest.approx(1.25, abs=0.05)
+    assert 0 < abs(after - before) < 0.006
+    assert re.match(r"layer +kind +rule +recipe +bytes +quantized", lines[1])
+    assert sum("1: .+" in line and "int4:group=64" in line for line in lines) == 15
+    assert sum("0: lm_head" in line and "left as it is" in line for line in lines) == 1
+    generated = eval(lines[-1])
+    assert isinstance(generated, bytes) and len(generated) == 64 and re.fullmatch(rb"[ -~\n]+", generated)
+
+
+def test_linen_users_wrap_a_module():
+    [expression] = re.findall(r"`(nnx\.bridge\.to_linen\([^`]*\))`", PROSE)
+    module = eval(expression, {"nnx": nnx, "jmoe": jmoe})
+    x = jnp.ones((3, 512), jnp.bfloat16)
+    variables = module.init(jax.random.key(0), x)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(variables)} == {"int8", "float32"}
+    assert module.apply(variables, x).shape == (3, 256)
+
+
+def test_recipes_and_their_options_are_those_that_exist():
+    named = {}
+    for row in re.findall(r"^\| (`[^|]*) \|.*\|.*\|$", PROSE.partition("| recipe |")[2].partition("\n\n")[0], re.M):
+        names, _, options = row.partition(" (")
+        for name in re.findall(r"`(\w+)`", names):
+            named[name] = set(re.findall(r"`(\w+)`", options))
+    assert list(named) == list(jmoe.RECIPES)
+    for name, options in named.items():
+        with pytest.raises(ValueError, match=r"has no option") as error:
+            jmoe.recipe(name, nonsense=1)
+        assert options == set(re.findall(r"\w+", str(error.value).partition("its options are ")[2])), name
+
+
+def test_implementations_are_those_that_exist():
+    table = PROSE.partition("| implementation |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.M)) == set(IMPLEMENTATIONS)
+
+
+def test_methods_of_checkpoints_are_those_that_exist():
+    methods = re.findall(r"`quant_method: ([\w-]+)`", PROSE)
+    assert methods and set(methods) <= set(known_methods())
+
+
+def test_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"make ([a-z][\w-]*)", README))
+    assert targets == {"demo", "test"}
+    assert all(re.search(rf"^{target}:.*##", makefile, re.M) for target in targets)
+
+
+def test_commands_are_those_of_the_command_line():
+    [commands] = [block for block in blocks("") if "jmoe compare" in block]
+    lines = [re.split(r"\s{3,}", line)[0].split() for line in commands.splitlines()]
+    assert [line[1] for line in lines] == ["compare", "inspect", "explain", "doctor"]
+    for program, command, *arguments in lines:
+        assert program == "jmoe"
+        known = cli_output([command, "--help"])
+        for option in re.findall(r"--[\w-]+", " ".join(arguments)):
+            assert re.search(rf"  {option} ", known), f"jmoe {command} has no {option}"
+    assert "moe fp8_block T=64 H=7168 I=2048 E=256 k=8" in cli_output(lines[2][1:])
+
+
+def cli_output(arguments):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        cli.app(arguments, prog_name="jmoe", standalone_mode=False)
+    return out.getvalue()
+
+
+def test_files_that_are_named_exist():
+    for name in re.findall(r"`([\w./-]+\.(?:md|ipynb))`", PROSE) + re.findall(r'"(tests/data/[^"]+)"', README):
+        assert (ROOT / name).exists(), name
