@@ -13,6 +13,8 @@ from jmoe.qtensor import QTensor
 from jmoe.quantize import merge_shards, quantize, refine_blocks, requantize
 from jmoe.scheme import RECIPES, Recipe, Scheme, recipe
 
+__version__ = "0.1.0"
+
 __all__ = [
     "RECIPES",
     "Activation",

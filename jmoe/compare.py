@@ -4,7 +4,6 @@ import dataclasses
 import datetime
 import functools
 import gc
-import importlib.metadata
 import itertools
 import json
 import math
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -239,7 +239,7 @@ def compare(
         tokens=len(tokens) // window * (window - 1),
         unit="nats/byte" if Path(text).suffix != ".npy" else "nats/token",
         window=window,
-        versions={package: importlib.metadata.version(package) for package in ("jmoe", "jax", "flax", "numpy")},
+        versions={module.__name__: module.__version__ for module in (jmoe, jax, flax, np)},
         rows=tuple(rows),
     )
 

@@ -1,10 +1,26 @@
-"""The rules of the Triton implementation: what it will serve, and on which devices.
+"""Kernels of our own through Pallas and Triton: plain and e4m3 weights, on NVIDIA GPUs.
 
-Its kernels are not part of this version, so after all the rules that it states, the plan ends in that one.
+This file says what they serve, and translates: an OpSpec to static facts and tiles, QTensors to arrays. The kernels
+themselves are imported when they are first run, so that importing jmoe takes no Triton.
 """
 
-from jmoe.backends.spec import DeviceSpec, OpSpec, Plan
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from jmoe.backends import common
+from jmoe.backends.spec import BatchedArgs, DeviceSpec, LinearArgs, MoEArgs, OpSpec, Plan, Selection
+from jmoe.qtensor import QTensor
 from jmoe.scheme import Recipe, Scheme
+from pallas_kernels.layouts import CANONICAL
+from pallas_kernels.tuning.heuristics import Operands, matmul_tile
+from pallas_kernels.tuning.moe_heuristics import MoETiles, moe_tiles
+
+if TYPE_CHECKING:
+    from pallas_kernels.experts import Experts, ExpertsSpec, InputScheme
 
 NAME = "triton"
 
@@ -14,35 +30,89 @@ _MIN_CAPABILITY = 80
 def plan(op: OpSpec, device: DeviceSpec, *, explicit: bool) -> Plan:
     """The plan on that device; ``explicit`` where the user asked for it by name.
 
+    Tiles: "tile" of a linear; "first" and "second" product of experts, and "single" where a slot is a block.
+
     Raises:
       NotImplementedError: with the first reason why not.
     """
     for reason in _refusals(op, device):
         raise NotImplementedError(reason)
-    raise NotImplementedError("its kernels are not available yet in this version of jmoe")
+    accumulation = op.accumulation or "exact"
+    facts: dict[str, Any] = {
+        "batch_invariant": op.batch_invariant,
+        "capability": device.compute_capability,
+        "sm_count": device.sm_count,
+    }
+    tiles: tuple[tuple[str, Any], ...]
+    if op.op == "linear":
+        tile = matmul_tile(
+            op.tokens,
+            op.features,
+            op.hidden,
+            operands=_operands(op, op.recipe),
+            cell=_cell(op.recipe),
+            exact=accumulation == "exact",
+            **facts,
+        )
+        tiles = (("tile", tile),)
+    else:
+        chosen = _tiles_of_experts(op, facts)
+        tiles = (("first", chosen.first), ("second", chosen.second), ("single", chosen.single))
+    return Plan(tiles=tiles, accumulation=accumulation, note=_note(op, accumulation))
+
+
+def _tiles_of_experts(op: OpSpec, facts: dict[str, Any]) -> MoETiles:
+    second = op.second_recipe or op.recipe
+    h = second.input
+    return moe_tiles(
+        op.tokens,
+        op.hidden,
+        op.intermediate,
+        op.experts,
+        max(op.top_k, 1),
+        operands=_operands(op, op.recipe),
+        halves=2 if op.gated else 1,
+        first_cell=_cell(op.recipe),
+        second_cell=_cell(second),
+        group=h.block[1] if h is not None and h.block[1] != -1 else None,
+        splits=h is None or h.static or h.block != (-1, -1),
+        batched=op.op == "batched_experts",
+        **facts,
+    )
+
+
+def _note(op: OpSpec, accumulation: str) -> str:
+    if op.recipe.input is None or accumulation == "exact":
+        return ""
+    return "FP8 sums stay in the tensor core for all of K; accumulation='exact' promotes them every 128"
 
 
 def _refusals(op: OpSpec, device: DeviceSpec) -> list[str]:
     reasons = []
+    recipes = [recipe for recipe in (op.recipe, op.second_recipe) if recipe is not None]
     if device.platform != "cuda":
-        reasons.append(f"it needs an NVIDIA GPU, and {device.name} is a {device.platform} device")
+        reasons.append(f"it needs an NVIDIA GPU, and this is {device.name}")
     elif device.compute_capability < _MIN_CAPABILITY:
         reasons.append(f"it needs compute capability 8.0, and {device.name} has {device.compute_capability / 10:.1f}")
     else:
-        for recipe in (op.recipe, op.second_recipe):
-            reasons += [] if recipe is None else _recipe_refusals(recipe, device)
+        for recipe in recipes:
+            reasons += _capability_refusals(recipe, device)
     if op.mesh:
         axes = ", ".join(f"{axis}={size}" for axis, size in op.mesh)
         reasons.append(
             f"on a mesh ({axes}) XLA would gather the weights to every device without a word; "
             "call it inside jax.shard_map over these axes"
         )
-    if op.dtype not in ("bfloat16", "float16", "float32"):
-        reasons.append(f"x is {op.dtype}, and it takes bfloat16, float16 or float32")
+    if op.layout != CANONICAL:
+        reasons.append(f"weights are in the layout {op.layout.name!r}, and its kernels read the canonical one")
+    for recipe in recipes:
+        reasons += _recipe_refusals(recipe)
+    if len({(recipe.weight is None, recipe.input is None) for recipe in recipes}) > 1:
+        reasons.append("w13 and w2 are of two kinds, and its kernels take one")
     return reasons
 
 
-def _recipe_refusals(recipe: Recipe, device: DeviceSpec) -> list[str]:
+def _capability_refusals(recipe: Recipe, device: DeviceSpec) -> list[str]:
     weight, x = recipe.weight, recipe.input
     if weight is None or x is None:
         return []
@@ -57,5 +127,167 @@ def _recipe_refusals(recipe: Recipe, device: DeviceSpec) -> list[str]:
     return []
 
 
+def _recipe_refusals(recipe: Recipe) -> list[str]:
+    weight, x = recipe.weight, recipe.input
+    if weight is None:
+        return []
+    if weight.format != "e4m3" or weight.global_scale is not None:
+        return [f"its kernels take plain and e4m3 weights, and these are {weight.describe()}"]
+    if x is not None and (x.format != "e4m3" or x.global_scale is not None or x.block[0] not in (-1, 1)):
+        return [
+            f"its kernels take plain and e4m3 activations with a scale a tensor, token or group, not {x.describe()}"
+        ]
+    if x is not None and x.block[0] == -1 and x.block[1] != -1:
+        return [f"an activation's scale covers a tensor, a token or a group of a token, not {x.describe()}"]
+    return []
+
+
 def _is_fp8(scheme: Scheme) -> bool:
     return scheme.format in ("e4m3", "e5m2")
+
+
+def _operands(op: OpSpec, recipe: Recipe) -> Operands:
+    """What the dots are made of."""
+    if recipe.input is not None:
+        return "fp8"
+    if op.dtype == "float32":
+        return "32bit"
+    return "16bit" if recipe.weight is None else "w8a16"
+
+
+def _block(weight: Scheme | None) -> tuple[int, int]:
+    return (-1, -1) if weight is None else weight.block
+
+
+def _cell(recipe: Recipe) -> int | None:
+    """Columns of K that share every scale, None where no scale changes along K."""
+    extents = [s.block[1] for s in (recipe.weight, recipe.input) if s is not None and s.block[1] != -1]
+    return math.gcd(*extents) if extents else None
+
+
+def linear(op: OpSpec, selection: Selection, args: LinearArgs) -> Array:
+    """activation(x w^T + bias), (M, N) in ``op.out_dtype``; its derivatives are xla's."""
+    from pallas_kernels import matmul
+
+    scheme = common.input_scheme_of(args.w)
+    x, x_scale = _dense_input(args.x, scheme, args.input_scale)
+    data, scale = _parts(args.w)
+    return matmul.linear(
+        x,
+        data,
+        scale,
+        x_scale=x_scale,
+        w_block=_block(op.recipe.weight),
+        x_group=-1 if scheme is None else scheme.block[1],
+        bias=args.bias,
+        activation=None if op.activation is None else _ungated_name(op.activation.name),
+        layer=args.layer,
+        exact=selection.accumulation == "exact",
+        out_dtype=op.out_dtype,
+        tile=selection.tile("tile"),
+    )
+
+
+def _ungated_name(name: str) -> str:
+    return "silu" if name == "swiglu" else name
+
+
+def _parts(w: Array | QTensor) -> tuple[Array, Array | None]:
+    return (w.data, w.scale) if isinstance(w, QTensor) else (w, None)
+
+
+def _dense_input(x: Array | QTensor, scheme: Scheme | None, scale: Array | None) -> tuple[Array, Array | None]:
+    """X as codes and scales where the weight asks for these, by one kernel."""
+    from pallas_kernels import quantize
+
+    if isinstance(x, QTensor) or scheme is None:
+        return _parts(x)
+    if scheme.static:
+        assert scale is not None  # validated
+        return quantize.quantize_static(x, scale)
+    if scheme.block == (-1, -1):
+        return quantize.quantize_tensor(x, power_of_two=scheme.power_of_two)
+    if scheme.block == (1, -1):
+        return quantize.quantize_tokens(x, power_of_two=scheme.power_of_two)
+    return quantize.quantize_groups(x, scheme.block[1], power_of_two=scheme.power_of_two)
+
+
+def fused_moe(op: OpSpec, selection: Selection, args: MoEArgs) -> Array:
+    """The weighted sum of each token's experts, (T, H) in ``op.out_dtype``; reference.fused_moe is the formula."""
+    from pallas_kernels import moe
+
+    x, weights = args.x, args.topk_weights
+    if op.weight_on_input:
+        ids = common.local_ids(args.topk_ids, args.expert_map, op.experts)
+        x, weights = common.weighted_input(x, weights, ids), jnp.ones_like(weights)
+    codes, x_scale = _parts(x)
+    return moe.fused_moe(
+        codes,
+        _experts(args),
+        weights,
+        args.topk_ids,
+        spec=_experts_spec(op, selection),
+        x_scale=x_scale,
+        expert_map=args.expert_map,
+    )
+
+
+def batched_experts(op: OpSpec, selection: Selection, args: BatchedArgs) -> Array:
+    """Each expert's own rows, x (E, T, H) of which counts[e] are valid -> (E, T, H); rows beyond are zero."""
+    from pallas_kernels import moe
+
+    codes, x_scale = _parts(args.x)
+    if x_scale is not None:  # one a row, also where an expert's rows share one
+        x_scale = jnp.broadcast_to(x_scale, (*codes.shape[:2], x_scale.shape[-1]))
+    return moe.batched_experts(codes, args.counts, _experts(args), spec=_experts_spec(op, selection), x_scale=x_scale)
+
+
+def _experts(args: MoEArgs | BatchedArgs) -> "Experts":
+    from pallas_kernels.activation import ActivationParams
+    from pallas_kernels.experts import Experts
+
+    params = args.activation_params or ()
+    (w13, w13_scale), (w2, w2_scale) = _parts(args.w13), _parts(args.w2)
+    return Experts(
+        w13=w13,
+        w2=w2,
+        w13_scale=w13_scale,
+        w2_scale=w2_scale,
+        b13=args.b13,
+        b2=args.b2,
+        input_scale=args.input_scale,
+        intermediate_scale=args.intermediate_scale,
+        activation_params=ActivationParams(*params),
+        layer=args.layer,
+    )
+
+
+def _experts_spec(op: OpSpec, selection: Selection) -> "ExpertsSpec":
+    from pallas_kernels.activation import Activation
+    from pallas_kernels.experts import ExpertsSpec
+
+    assert op.activation is not None
+    second = op.second_recipe or op.recipe
+    return ExpertsSpec(
+        tiles=MoETiles(first=selection.tile("first"), second=selection.tile("second"), single=selection.tile("single")),
+        dtype=op.dtype,
+        out_dtype=op.out_dtype,
+        activation=Activation(**dataclasses.asdict(op.activation)),
+        w13_block=_block(op.recipe.weight),
+        w2_block=_block(second.weight),
+        input_scheme=_input_scheme(op.recipe.input),
+        intermediate_scheme=_input_scheme(second.input),
+        exact=selection.accumulation == "exact",
+    )
+
+
+def _input_scheme(scheme: Scheme | None) -> "InputScheme | None":
+    from pallas_kernels.experts import InputScheme
+
+    if scheme is None:
+        return None
+    if scheme.static:
+        return InputScheme(scale="static")
+    if scheme.block[1] == -1:
+        return InputScheme(scale="tensor" if scheme.block[0] == -1 else "token", power_of_two=scheme.power_of_two)
+    return InputScheme(scale="group", group=scheme.block[1], power_of_two=scheme.power_of_two)

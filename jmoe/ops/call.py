@@ -7,13 +7,15 @@ dequantised weight is kept.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
+from jmoe.backends import triton, xla
 from jmoe.backends.select import IMPLEMENTATIONS, select
 from jmoe.backends.spec import BatchedArgs, LinearArgs, MoEArgs, OpSpec, Selection
 from jmoe.config import config
@@ -47,7 +49,19 @@ def _differentiable(op: OpSpec, selection: Selection, args: Args) -> Array:
 def _run(op: OpSpec, selection: Selection, args: Args) -> Array:
     if op.op != "linear" and op.experts == 0:  # a rank may hold no expert, and none cannot be indexed
         return jnp.zeros((*args.x.shape[:-1], op.hidden), op.out_dtype)
-    return getattr(IMPLEMENTATIONS[selection.implementation], _FUNCTIONS[op.op])(op, selection, args)
+    if selection.implementation != triton.NAME:
+        return _function(op, selection)(args)
+    # Chosen for a GPU, perhaps not the one that this is lowered for: elsewhere there is no Triton.
+    return lax.platform_dependent(args, cuda=_function(op, selection), default=_function(op, _of_xla(op)))
+
+
+def _function(op: OpSpec, selection: Selection) -> Callable[[Args], Array]:
+    module = IMPLEMENTATIONS[selection.implementation]
+    return functools.partial(getattr(module, _FUNCTIONS[op.op]), op, selection)
+
+
+def _of_xla(op: OpSpec) -> Selection:
+    return select(op, implementation=xla.NAME)
 
 
 def _jvp(op: OpSpec, selection: Selection, primals: tuple[Args], tangents: tuple[Args]) -> tuple[Array, Array]:
@@ -65,9 +79,12 @@ def _jvp(op: OpSpec, selection: Selection, primals: tuple[Args], tangents: tuple
         second_recipe=None if op.second_recipe is None else _weight_only_recipe(op.second_recipe),
     )
 
+    # Kernels of our own have no derivatives; those of XLA are the same function's.
+    differentiated = _of_xla(weight_only_op) if selection.implementation == triton.NAME else selection
+
     @jax.checkpoint
     def weight_only(active: dict[str, Any]) -> Array:
-        return _run(weight_only_op, selection, _weight_only(args._replace(**active)))
+        return _run(weight_only_op, differentiated, _weight_only(args._replace(**active)))
 
     directions_of = {name: jax.tree.map(_instantiate, getattr(directions, name), is_leaf=_is_zero) for name in active}
     _, tangent = jax.jvp(weight_only, (active,), (directions_of,))

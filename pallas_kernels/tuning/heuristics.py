@@ -29,6 +29,15 @@ class MatmulTile:
     split_k: int = 1
     swap: bool = False
 
+    def __str__(self) -> str:
+        parts = [
+            f"{self.block_m}x{self.block_n}x{self.block_k}",
+            f"{self.num_warps} warps",
+            f"{self.num_stages} stages",
+        ]
+        parts += [f"K split in {self.split_k}"] if self.split_k > 1 else []
+        return " ".join(parts + (["swapped"] if self.swap else []))
+
 
 _SHARED_MEMORY = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 """KiB of shared memory a block can have, by compute capability (CUDA C++ programming guide, table of technical

@@ -69,7 +69,7 @@ def test_the_reason_names_the_implementations_that_were_passed_over():
 
 
 def test_triton_needs_a_gpu_of_compute_capability_8():
-    assert reason(LINEAR, "cpu") == "it needs an NVIDIA GPU, and cpu is a cpu device"
+    assert reason(LINEAR, "cpu") == "it needs an NVIDIA GPU, and this is cpu"
     assert reason(LINEAR, "t4") == "it needs compute capability 8.0, and NVIDIA T4 has 7.5"
 
 
@@ -114,8 +114,22 @@ def test_the_second_products_recipe_counts_as_well():
     assert reason(mixed, "a100").startswith("W8A8 FP8 needs compute capability 8.9")
 
 
-def test_after_all_rules_its_kernels_are_not_there_yet():
-    assert reason(LINEAR, "h100") == "its kernels are not available yet in this version of jmoe"
+@pytest.mark.parametrize("name", ["bf16", "fp8_tensor", "fp8_tensor_static", "fp8_channel", "fp8_block", "fp8_w8a16"])
+@pytest.mark.parametrize("op", [LINEAR, MOE], ids=["linear", "moe"])
+def test_triton_comes_first_where_its_kernels_serve(op, name):
+    assert select(op.replace(recipe=recipe(name)), "h100").implementation == "triton"
+
+
+@pytest.mark.parametrize("name", ["int4", "int8", "mxfp4", "nvfp4_w4a16", "int4_fp8"])
+def test_triton_says_which_weights_its_kernels_take(name):
+    op = LINEAR.replace(recipe=recipe(name))
+    assert reason(op, "h100").startswith("its kernels take plain and e4m3 weights, and these are ")
+    assert select(op, "h100").implementation == "xla"
+
+
+def test_triton_takes_both_products_of_one_kind():
+    mixed = MOE.replace(recipe=recipe("fp8_block"), second_recipe=recipe("bf16"))
+    assert reason(mixed, "h100") == "w13 and w2 are of two kinds, and its kernels take one"
 
 
 def test_a_mesh_is_refused_by_the_names_of_its_axes():
