@@ -32,7 +32,7 @@ SILU = Activation()
 
 
 class ActivationParams(NamedTuple):
-    """swiglu's constants as arrays instead, float32 () or (E,) each, or None; refs inside a kernel."""
+    """swiglu's constants as arrays instead, or None: refs of float32 (1,) or (E,) inside a kernel."""
 
     alpha: Any | None = None
     beta: Any | None = None

@@ -45,7 +45,7 @@ class Experts(NamedTuple):
         of the blocks that ``ExpertsSpec`` names; float32, bfloat16, float16 or uint8 (e8m0). They multiply.
       b13, b2: (E, halves, I) and (E, H), any float dtype.
       input_scale, intermediate_scale: float32 () or (E,), of static schemes.
-      activation_params: arrays that replace the activation's own constants.
+      activation_params: float32 () or (E,) each, instead of the activation's own constants.
       layer: int32 (). With it every array of weights, scales and biases has one more leading axis, which the kernels
         index themselves: nothing is copied.
     """

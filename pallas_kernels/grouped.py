@@ -46,7 +46,7 @@ class Weights(NamedTuple):
 
 
 class Input(NamedTuple):
-    """x: data (R, K), scale float32 (1, 1), (R, 1) or (R, ceil(K/group)) where data is e4m3, else None."""
+    """x: data (R, K); where that is e4m3, scale (1, 1), (R, 1) or (R, ceil(K/group)), of any dtype a scale has."""
 
     data: Any
     scale: Any | None = None
@@ -270,7 +270,7 @@ def _step(
     a = load(x.data, (block.row[:, None], column[None, :]), mask=valid, other=fill)
     s_x = s_w = None
     if product.x_group != WHOLE:
-        s_x = load(x.scale, (block.row, body.div(first, product.x_group)))
+        s_x = body.decode_scale(load(x.scale, (block.row, body.div(first, product.x_group))))
     col = _existing_columns(w, at, product)
     result = []
     for half, acc in enumerate(accumulators):
@@ -327,7 +327,7 @@ def finish(total: Array, half: int, x: Input, w: Weights, block: Block, at: At, 
     """In a kernel: one half's sum times the scales that cover all of K."""
     s_x = s_w = None
     if x.scale is not None and product.x_group == WHOLE:
-        s_x = load(x.scale, (block.row if x.scale.shape[0] > 1 else 0, 0))
+        s_x = body.decode_scale(load(x.scale, (block.row if x.scale.shape[0] > 1 else 0, 0)))
     if w.scale is not None and product.w_block[1] == WHOLE:
         s_w = _weight_scale(w, (at.layer, block.expert, half), at, 0, product)
     return _scaled(total, s_x, s_w, product.tile)

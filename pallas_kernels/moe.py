@@ -5,13 +5,16 @@ and quantised; the second product, with bias and router weight; the sum over eac
 for h's scales a token or a tensor take one more, since no program of the first product sees all that they cover.
 """
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels import body, launch
 from pallas_kernels.align import align_chain
 from pallas_kernels.combine import combine
-from pallas_kernels.experts import Experts, ExpertsSpec, InputScheme, Sizes, checked, weights_of
+from pallas_kernels.experts import Experts, ExpertsSpec, InputScheme, checked, weights_of
 from pallas_kernels.grouped import WHOLE, Batched, Input, Product, Routed, Rows, Single
 from pallas_kernels.moe_kernels import Epilogue, first_product, quantise_chain, second_product
 
@@ -35,7 +38,7 @@ def fused_moe(
       topk_weights: float32 (T, k).
       topk_ids: int32 (T, k), any value; a slot whose expert is not here adds nothing, whatever its weight.
       spec: static facts.
-      x_scale: float32 (1, 1), (T, 1) or (T, ceil(H/group)), of x given as codes.
+      x_scale: (1, 1), (T, 1) or (T, ceil(H/group)), of x given as codes; dtypes as for weights.
       expert_map: int32 (E_global,), the slot here of each expert or -1; ids then count E_global.
       interpret: compute with XLA on any device, for tests.
 
@@ -64,7 +67,15 @@ def fused_moe(
     x_in = Input(*results.pop(0)) if x_chain else Input(x, x_scale)
     rows: Rows = Single(ids, expert_map) if spec.tiles.single else Routed(*results.pop())
     y = _products(
-        x_in, experts, rows, topk_weights.reshape(-1), spec.dtype, spec, sizes, ids.size, slots_a_row, interpret
+        x_in,
+        experts,
+        rows,
+        topk_weights.reshape(-1),
+        slots=ids.size,
+        slots_a_row=slots_a_row,
+        slot_dtype=spec.dtype,
+        spec=spec,
+        interpret=interpret,
     )
     return combine(
         y, topk_ids, experts=sizes.experts, expert_map=expert_map, out_dtype=spec.out_dtype, interpret=interpret
@@ -86,7 +97,7 @@ def batched_experts(
       x: (E, T_max, H) of ``spec.dtype``, or e4m3 codes with ``x_scale``; rows beyond counts may hold anything.
       counts: int32 (E,).
       experts, spec, interpret: as for ``fused_moe``.
-      x_scale: float32 (1, 1, 1), (E, T_max, 1) or (E, T_max, ceil(H/group)), of x given as codes.
+      x_scale: (1, 1, 1), (E, T_max, 1) or (E, T_max, ceil(H/group)), of x given as codes; dtypes as for weights.
 
     Returns:
       (E, T_max, H) of ``spec.out_dtype``.
@@ -116,7 +127,17 @@ def batched_experts(
     if chain:
         [(codes, scale)] = launch.run_chains("moe_prepare", chain, interpret=interpret)
         x_in = Input(codes, scale)
-    y = _products(x_in, experts, Batched(counts), None, spec.out_dtype, spec, sizes, slots, 1, interpret)
+    y = _products(
+        x_in,
+        experts,
+        Batched(counts),
+        None,
+        slots=slots,
+        slots_a_row=1,
+        slot_dtype=spec.out_dtype,
+        spec=spec,
+        interpret=interpret,
+    )
     return y.reshape(sizes.experts, height, sizes.hidden)
 
 
@@ -141,41 +162,35 @@ def _products(
     experts: Experts,
     rows: Rows,
     weights: Array | None,
-    slot_dtype: str,
-    spec: ExpertsSpec,
-    sizes: Sizes,
+    *,
     slots: int,
     slots_a_row: int,
+    slot_dtype: str,
+    spec: ExpertsSpec,
     interpret: bool,
 ) -> Array:
-    """The parts (n, S, H) of every slot's result."""
+    """The parts (n, S, H) of every slot's result, in ``slot_dtype`` if there is one part."""
     w13, w2 = weights_of(experts, spec)
     given = experts.intermediate_scale
-    first = Product(
-        tile=spec.tiles.first,
-        slots=slots,
-        experts=sizes.experts,
-        slots_a_row=slots_a_row,
-        w_block=spec.w13_block,
-        x_group=WHOLE if spec.input_scheme is None else spec.input_scheme.x_group,
-        exact=spec.exact,
-    )
+    product = functools.partial(Product, slots=slots, experts=w13.data.shape[1], exact=spec.exact)
     h = first_product(
         x,
         w13,
         rows,
-        experts.activation_params,
+        jax.tree.map(jnp.ravel, experts.activation_params),
         None if given is None else given.reshape(-1),
-        product=first,
+        product=product(
+            tile=spec.tiles.first,
+            slots_a_row=slots_a_row,
+            w_block=spec.w13_block,
+            x_group=_group(spec.input_scheme),
+        ),
         epilogue=Epilogue(activation=spec.activation, dtype=spec.dtype, scheme=spec.intermediate_scheme),
         interpret=interpret,
     )
-    second = Product(
-        tile=spec.tiles.second,
-        slots=slots,
-        experts=sizes.experts,
-        w_block=spec.w2_block,
-        x_group=WHOLE if spec.intermediate_scheme is None else spec.intermediate_scheme.x_group,
-        exact=spec.exact,
-    )
+    second = product(tile=spec.tiles.second, w_block=spec.w2_block, x_group=_group(spec.intermediate_scheme))
     return second_product(h, w2, rows, weights, slot_dtype, product=second, interpret=interpret)
+
+
+def _group(scheme: InputScheme | None) -> int:
+    return WHOLE if scheme is None else scheme.x_group

@@ -181,8 +181,9 @@ def _part_kernel(x: Input, w: Weights, rows: Rows, parts_ref: Any, *, product: P
 
     @pl.when(block.used)
     def _() -> None:
+        totals = grouped.sums(x, w, block, at, product)
         index, inside = _where(block, at, w, product)
-        for half, total in enumerate(grouped.sums(x, w, block, at, product)):
+        for half, total in enumerate(totals):
             store(parts_ref, (at.part, half, *index), total, mask=inside)
 
 
@@ -204,10 +205,9 @@ def _first_kernel(
 
     @pl.when(block.used)
     def _() -> None:
+        totals = None if parts_ref is not None else grouped.sums(x, w, block, at, product)
         index, inside = _where(block, at, w, product)
-        if parts_ref is None:
-            totals = grouped.sums(x, w, block, at, product)
-        else:
+        if totals is None:
             totals = [_sum_parts(parts_ref, half, index, inside) for half in range(w.data.shape[2])]
         halves = []
         for half, total in enumerate(totals):

@@ -42,6 +42,7 @@ def moe_tiles(
     first_cell: int | None = None,
     second_cell: int | None = None,
     group: int | None = None,
+    exact: bool = True,
     splits: bool = True,
     batched: bool = False,
     batch_invariant: bool = False,
@@ -60,6 +61,7 @@ def moe_tiles(
       first_cell, second_cell: columns of K that share all scales inside the loop of each product, None where there are
         none; see ``grouped.scale_cell``.
       group: group of the intermediate's scales, where it is quantised by groups.
+      exact: FP8 sums are promoted to float32 at least every 128 of K.
       splits: the first product may be split along K, which postpones the intermediate to a launch of its own.
       batched: for ``batched_experts``.
       batch_invariant: the choice may not depend on ``tokens``.
@@ -69,8 +71,12 @@ def moe_tiles(
     slots = tokens * top_k
     single = not (batched or batch_invariant) and 4 * slots <= experts
     rows = tokens if batched else -(-slots // experts)
-    promoted = operands == "fp8" and second_cell is not None
-    block_m = 64 if batch_invariant else 16 if single else _block_m(rows, operands, promoted, capability)
+    promoted = operands == "fp8" and (exact or second_cell is not None)
+    # Two accumulators of 128 rows keep to registers on Hopper, and on Blackwell where sums are not promoted. Promoted,
+    # they leave none for a masked last step.
+    tall = capability >= 90 and operands in ("fp8", "16bit")
+    tall = tall and not (promoted and (capability >= 100 or hidden % _STEP[operands]))
+    block_m = 64 if batch_invariant else 16 if single else _block_m(rows, tall)
     first_n = group if group in (32, 64, 128) else 128 if operands != "32bit" else 32
     second_n = 32 if operands == "32bit" else 256 if block_m == 128 and not promoted else 128
     swap = operands != "32bit" and (block_m <= 32 or (operands == "w8a16" and capability >= 90))
@@ -96,14 +102,12 @@ def moe_tiles(
     )
 
 
-def _block_m(rows: int, operands: Operands, promoted: bool, capability: int) -> int:
-    """Rows of a block for so many rows an expert on average."""
+def _block_m(rows: int, tall: bool) -> int:
+    """Rows of a block for so many rows an expert on average; 128 only where ``tall``."""
     if rows <= 8:
         return 16
-    if rows <= 64:
+    if rows <= 24:
         return 32
-    # Two accumulators of 128 rows keep to registers on Hopper, and on Blackwell where sums are not promoted.
-    tall = capability >= 90 and operands in ("fp8", "16bit") and not (promoted and capability >= 100)
     return 128 if tall and rows >= 512 else 64
 
 

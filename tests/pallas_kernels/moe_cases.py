@@ -40,7 +40,7 @@ class Case:
     @property
     def accumulation(self) -> str:
         """As a jmoe call names it; by default exact for scales inside the loop, else fast."""
-        exact = "block" in self.recipe if self.exact is None else self.exact
+        exact = "block" in self.recipe or self.recipe == "mxfp8" if self.exact is None else self.exact
         return "exact" if exact else "fast"
 
     @property
@@ -161,6 +161,7 @@ def tiles_of(case: Case, layer: Layer, **options: Any) -> MoETiles:
         first_cell=scale_cell(block_of(layer.w13), -1 if first is None else first.x_group),
         second_cell=scale_cell(block_of(layer.w2), -1 if second is None else second.x_group),
         group=group,
+        exact=case.accumulation == "exact",
         splits=second is None or second.scale != "tensor",
         **options,
     )

@@ -83,6 +83,7 @@ def test_other_dtypes(dtype):
         ("fp8_channel", tiles(64, 64, split=2)),
         ("fp8_w8a16", tiles(64, 64)),
         ("fp8_w8a16:block=1x32", tiles(64, 32)),
+        ("mxfp8", tiles(32, 32)),
     ],
 )
 def test_recipes(recipe, how):
@@ -168,6 +169,28 @@ def test_a_token_that_is_not_finite_spoils_its_own_row(recipe):
     assert np.isnan(np.asarray(dirty[2], np.float32)).all()
     others = jnp.array([0, 1, 3, 4, 5])
     np.testing.assert_array_equal(*(np.asarray(y[others], np.float32) for y in (dirty, clean)))
+
+
+def test_experts_on_two_devices_add_up_to_the_layer():
+    case = Case(recipe="fp8_block", **{**BLOCKS, "experts": 4})
+    layer = cases.layer(case)
+    spec = cases.spec_of(case, layer, tiles(128, 128))
+    x, weights = cases.tokens(case)
+    ids = jnp.asarray(cases.routing("uniform", case))
+    mesh = jax.make_mesh((2,), ("experts",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def local(x: jax.Array, experts: Experts, weights: jax.Array, ids: jax.Array) -> jax.Array:
+        first = 2 * jax.lax.axis_index("experts")
+        slots = jnp.arange(4, dtype=jnp.int32) - first
+        expert_map = jnp.where((slots >= 0) & (slots < 2), slots, -1)
+        y = fused_moe(x, experts, weights, ids, spec=spec, expert_map=expert_map, interpret=True)
+        return jax.lax.psum(y.astype(jnp.float32), "experts")
+
+    P = jax.sharding.PartitionSpec
+    specs = P(), P("experts"), P(), P()
+    sharded = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False))
+    found = sharded(x, cases.arrays(layer), weights, ids)
+    assert relative_error(found, reference(case, layer, x, weights, ids)) < case.bar
 
 
 def test_h01_no_tokens_and_no_rows():

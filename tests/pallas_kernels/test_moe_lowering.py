@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.tuning.heuristics import shared_memory
 from tests.pallas_kernels import aot, lanes
@@ -21,6 +22,7 @@ SUPPORTED = [
 """FP8 dots need sm89."""
 
 
+@pytest.mark.lowering
 @pytest.mark.parametrize("capability, recipe", SUPPORTED)
 def test_every_kernel_lowers(capability, recipe):
     for tokens, sizes in ((1, "dsv3-tp8"), (64, "gpt-oss"), (8192, "qwen3-30b")):
@@ -35,6 +37,7 @@ def test_every_kernel_lowers(capability, recipe):
         assert [k.name for k in kernels][-1] == "combine"
 
 
+@pytest.mark.lowering
 def test_h13_only_the_expert_and_the_layer_are_widened():
     # w13 has 2^32 - 2^24 elements: only scalar offsets need 64 bits.
     case = Case(recipe="fp8_block", tokens=64, hidden=4096, intermediate=2048, experts=255, top_k=8)
@@ -42,6 +45,20 @@ def test_h13_only_the_expert_and_the_layer_are_widened():
     [first] = [k for k in lanes.lower_for(call, shapes) if k.name == "moe_first"]
     assert "i64" in first.text
     assert not re.search(r"tensor<[\dx]+xi64>", first.text)
+
+
+@pytest.mark.lowering
+def test_it_lowers_under_shard_map_with_its_check():
+    case = Case(recipe="fp8_block", tokens=64, **LAYERS["qwen3-30b"])
+    call, shapes, _ = cases.abstract(case)
+    mesh, specs = lanes.mesh_of(90, e=2), [P(None, "e") if len(s.shape) > 3 else P() for s in shapes]
+
+    def local(*arrays: jax.Array) -> jax.Array:
+        return jax.lax.psum(call(*arrays), "e")
+
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=P())
+    names = [k.name for k in lanes.lower_for(sharded, shapes, mesh=mesh)]
+    assert names == ["moe_prepare", "moe_first", "moe_second", "combine"]
 
 
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
@@ -71,6 +88,7 @@ def test_tiles_that_may_not_depend_on_the_number_of_tokens_do_not():
     assert len(chosen) == 1
 
 
+@pytest.mark.aot
 @aot.installed
 @pytest.mark.parametrize("capability, recipe", SUPPORTED)
 def test_launches_of_a_layer(capability, recipe):
@@ -83,6 +101,7 @@ def test_launches_of_a_layer(capability, recipe):
         assert "while" not in compiled.launches
 
 
+@pytest.mark.aot
 @aot.installed
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_w8a16", *FP8])
 def test_scanning_over_layers_copies_no_weights_and_nests_no_loop(recipe):
