@@ -17,8 +17,11 @@ from pallas_kernels.grouped import scale_cell
 from pallas_kernels.moe import fused_moe
 from pallas_kernels.tuning.moe_heuristics import MoETiles, moe_tiles
 
-BARS = {"float32": 1e-5, "16bit": 5e-3, "exact": 8e-3, "fast": 2e-2}
-"""Largest relative errors to the reference: of float32, of a 16-bit intermediate, and of FP8 ones."""
+BARS = {"float32": 1e-5, "16bit": 5e-3, "exact": 8e-3, "fast": 2e-2, "one scale": 2.5e-2}
+"""Largest relative errors to the reference: of float32, of a 16-bit intermediate, and of FP8 ones.
+
+Where all of the intermediate has one measured scale, a rounding of its largest value moves codes everywhere.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,8 @@ class Case:
     def bar(self) -> float:
         if self.dtype == "float32":
             return BARS["float32"]
+        if self.recipe == "fp8_tensor" and self.accumulation == "fast":
+            return BARS["one scale"]
         return BARS["16bit" if self.recipe == "bf16" or "a16" in self.recipe else self.accumulation]
 
 
