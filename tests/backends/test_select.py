@@ -302,7 +302,7 @@ def test_a_gpu_that_tells_no_memory_or_is_unknown():
 def test_a_rocm_device_is_no_cuda_device():
     spec = DeviceSpec.of(FakeDevice("AMD MI300X", "9.4", 304, int(192e9), version="PJRT C API\nrocm 60300"))
     assert (spec.platform, spec.compute_capability) == ("rocm", 0)
-    assert reason(LINEAR, spec) == "it needs an NVIDIA GPU, and AMD MI300X is a rocm device"
+    assert reason(LINEAR, spec) == "it needs an NVIDIA GPU, and this is AMD MI300X"
 
 
 def test_a_device_is_asked_for_its_facts_once():
