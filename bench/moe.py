@@ -29,7 +29,7 @@ LAYERS = {
 RECIPES = ("fp8_block", "fp8_channel", "fp8_tensor", "fp8_w8a16", "bf16")
 TOKENS = (1, 8, 64, 512, 2048, 8192)
 
-_DEPTH = 4
+DEPTH = 4
 _CALLS = 8
 
 
@@ -46,9 +46,9 @@ def run(
     for name in layers:
         for recipe in recipes:
             if _bytes(name, recipe) > 0.8 * _memory():
-                print(f"{name}/{recipe}: {_DEPTH} layers do not fit this device's memory", flush=True)
+                print(f"{name}/{recipe}: {DEPTH} layers do not fit this device's memory", flush=True)
                 continue
-            weights = _weights(name, recipe)
+            weights = make_weights(name, recipe)
             for t, (values, kernels) in _rows(name, recipe, weights, tokens, ceilings):
                 rows[f"{name}/{recipe}/{t}"] = values
                 print(f"{name}/{recipe}/{t}: {values} {kernels}", flush=True)
@@ -59,7 +59,7 @@ def run(
 
 def _bytes(name: str, recipe: str) -> int:
     hidden, intermediate, experts, _ = LAYERS[name]
-    return _DEPTH * experts * 3 * hidden * intermediate * (2 if recipe == "bf16" else 1)
+    return DEPTH * experts * 3 * hidden * intermediate * (2 if recipe == "bf16" else 1)
 
 
 def _memory() -> float:
@@ -67,7 +67,7 @@ def _memory() -> float:
     return float(stats.get("bytes_limit", float("inf")))
 
 
-def _weights(name: str, recipe: str) -> tuple[Any, Any]:
+def make_weights(name: str, recipe: str) -> tuple[Any, Any]:
     """w13 (L, E, 2, I, H) and w2 (L, E, H, I), random, such that values stay near 1."""
     hidden, intermediate, experts, _ = LAYERS[name]
     keys = jax.random.split(jax.random.key(0), 2)
@@ -75,8 +75,8 @@ def _weights(name: str, recipe: str) -> tuple[Any, Any]:
     how = jmoe.recipe(recipe)
 
     def weight(key: Array, shape: tuple[int, ...]) -> Any:
-        keys = jax.random.split(key, _DEPTH * experts)
-        lead, spread = (_DEPTH, experts), shape[-1] ** -0.5
+        keys = jax.random.split(key, DEPTH * experts)
+        lead, spread = (DEPTH, experts), shape[-1] ** -0.5
         if how.weight is None:
             values = lax.map(lambda key: jax.random.normal(key, shape, jnp.bfloat16) * jnp.bfloat16(spread), keys)
             return values.reshape(*lead, *shape)
@@ -98,7 +98,7 @@ def _codes(key: Array, shape: tuple[int, ...]) -> Array:
     return (jax.random.normal(key, shape, jnp.bfloat16) * _CODE_SPREAD).clip(-448, 448).astype(jnp.float8_e4m3fn)
 
 
-def _routing(tokens: int, name: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def routing(tokens: int, name: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Router weights that add up to one, and ids."""
     _, _, experts, top_k = LAYERS[name]
     rng = np.random.default_rng(seed)
@@ -120,39 +120,39 @@ def _rows(name: str, recipe: str, weights: tuple[Any, Any], tokens: Sequence[int
 
     def unrolled(x: Array, weights: Any, routings: Any) -> Array:
         for i in range(_CALLS):
-            x = _next(x, call(x, weights, routings[i % _DEPTH], i % _DEPTH))
+            x = _next(x, call(x, weights, routings[i % DEPTH], i % DEPTH))
         return x
 
     def scanned(x: Array, weights: Any, routings: Any) -> Array:
-        layers = jnp.arange(_CALLS, dtype=jnp.int32) % _DEPTH
+        layers = jnp.arange(_CALLS, dtype=jnp.int32) % DEPTH
         return lax.scan(lambda x, layer: (_next(x, call(x, weights, routings[0], layer)), None), x, layers)[0]
 
     inputs, functions = {}, {}
     for t in tokens:
         x = jax.random.normal(jax.random.key(t), (t, hidden), jnp.bfloat16)
-        routings = [jax.tree.map(jnp.asarray, _routing(t, name, seed)) for seed in range(_DEPTH)]
+        routings = [jax.tree.map(jnp.asarray, routing(t, name, seed)) for seed in range(DEPTH)]
         inputs[t] = x, routings
-        functions[f"independent {t}"] = independent, ([x] * _DEPTH, weights, routings)
+        functions[f"independent {t}"] = independent, ([x] * DEPTH, weights, routings)
         functions[f"unrolled {t}"] = unrolled, (x, weights, routings)
         functions[f"scanned {t}"] = scanned, (x, weights, routings)
     compiled = timing.compile_all(functions)
 
     for t, (x, routings) in inputs.items():
-        xs = [x + jnp.bfloat16(i) for i in range(_DEPTH)]
+        xs = [x + jnp.bfloat16(i) for i in range(DEPTH)]
         kernels = timing.kernel_times(compiled[f"independent {t}"], xs, weights, routings)
         active = float(np.mean([len(np.unique(np.asarray(ids))) for _, ids in routings]))
         fp8 = recipe in ("fp8_tensor", "fp8_channel", "fp8_block")
         row = report.row(
             us=timing.wall_us(compiled[f"unrolled {t}"], x, weights, routings) / _CALLS,
             us_scan=timing.wall_us(compiled[f"scanned {t}"], x, weights, routings) / _CALLS,
-            us_kernels=sum(us for _, us in kernels) / _DEPTH if kernels else None,
-            launches=len(kernels) // _DEPTH if kernels else None,
+            us_kernels=sum(us for _, us in kernels) / DEPTH if kernels else None,
+            launches=len(kernels) // DEPTH if kernels else None,
             flops=6 * t * top_k * hidden * intermediate,
             moved=active * 3 * hidden * intermediate * (2 if recipe == "bf16" else 1) + 4 * t * hidden,
             peak_tflops=ceilings["fp8_tflops" if fp8 else "bf16_tflops"],
             ceilings=ceilings,
         )
-        yield t, (row, _by_name(kernels))
+        yield t, (row, by_name(kernels))
 
 
 def _next(x: Array, y: Array) -> Array:
@@ -160,9 +160,9 @@ def _next(x: Array, y: Array) -> Array:
     return x + y[:, :1] * jnp.asarray(1e-6, x.dtype)
 
 
-def _by_name(kernels: timing.Kernels | None) -> dict[str, float]:
+def by_name(kernels: timing.Kernels | None) -> dict[str, float]:
     """Microseconds a call of each kernel."""
     sums: dict[str, float] = {}
     for name, us in kernels or []:
-        sums[name] = sums.get(name, 0) + us / _DEPTH
+        sums[name] = sums.get(name, 0) + us / DEPTH
     return {name: round(us, 1) for name, us in sums.items()}

@@ -4,6 +4,7 @@ Plain jnp that Triton can lower. NaN survives everything here, in Triton too, wh
 drop it: clamps are written as selects.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -118,6 +119,14 @@ def _e4m3_as_bfloat16(code: Array) -> Array:
 
 def _e4m3_as_float16(code: Array) -> Array:
     return e4m3_values(code, jnp.float16)
+
+
+def add_scaled(acc: Array, values: Array, scales: Sequence[Array]) -> Array:
+    """``acc`` plus ``values`` times every one of at least one scale, the last of them and the sum in one operation."""
+    *scales, last = scales
+    for scale in scales:
+        values = values * scale
+    return lowering.fma(values, last, acc)
 
 
 def fp8_scale(amax: Array, *, floor: float, power_of_two: bool = False) -> tuple[Array, Array]:

@@ -284,7 +284,7 @@ def _step(
             continue
         if product.w_block[1] != WHOLE:
             s_w = _weight_scale(w, index, at, body.div(first, product.w_block[1]), product)
-        result.append(acc + _scaled(lowering.dot(left, right), s_x, s_w, tile))
+        result.append(body.add_scaled(acc, lowering.dot(left, right), _scales(s_x, s_w, tile)))
     return result
 
 
@@ -313,14 +313,11 @@ def _weight_scale(w: Weights, index: tuple[Any, Array, int], at: At, k_block: Ar
     return body.decode_scale(load(w.scale, (*index, row, k_block)))
 
 
-def _scaled(values: Array, s_x: Array | None, s_w: Array | None, tile: MatmulTile) -> Array:
-    """``values`` times a scale a row and a scale a column; either may be one number, or None for none."""
+def _scales(s_x: Array | None, s_w: Array | None, tile: MatmulTile) -> list[Array]:
+    """What to multiply an accumulator by for a scale a row and a scale a column; either may be one number, or None."""
     if s_x is not None and s_w is not None and not (s_x.shape and s_w.shape):
         s_x, s_w = (s_x * s_w, None) if s_x.shape else (None, s_x * s_w)
-    for scale in oriented(tile, s_x, s_w):
-        if scale is not None:
-            values = values * scale
-    return values
+    return [scale for scale in oriented(tile, s_x, s_w) if scale is not None]
 
 
 def finish(total: Array, half: int, x: Input, w: Weights, block: Block, at: At, product: Product) -> Array:
@@ -330,7 +327,7 @@ def finish(total: Array, half: int, x: Input, w: Weights, block: Block, at: At, 
         s_x = body.decode_scale(load(x.scale, (block.row if x.scale.shape[0] > 1 else 0, 0)))
     if w.scale is not None and product.w_block[1] == WHOLE:
         s_w = _weight_scale(w, (at.layer, block.expert, half), at, 0, product)
-    return _scaled(total, s_x, s_w, product.tile)
+    return functools.reduce(jnp.multiply, _scales(s_x, s_w, product.tile), total)
 
 
 def bias_of(half: int, w: Weights, block: Block, at: At, product: Product) -> Array:

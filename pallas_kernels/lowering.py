@@ -39,6 +39,7 @@ from jax.experimental.pallas import triton as plgpu
 from jax.extend import core as jex
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
+from jaxlib.mlir.dialects import math as math_dialect
 from jaxlib.triton import dialect as tt
 
 WHOLE_K = 1 << 30
@@ -233,6 +234,23 @@ def _scalar_reciprocal(x: Any) -> Any:
 def reciprocal(x: Array) -> Array:
     """1/x of float32 ``x``, correctly rounded (a plain division in Triton is not)."""
     return _reciprocal_p.bind(x)
+
+
+_fma_p = _primitive(
+    "jmoe_fma",
+    lambda a, b, c: a * b + c,
+    lambda a, b, c: ShapedArray(c.shape, c.dtype),
+    lambda ctx, a, b, c: math_dialect.fma(a, b, c),
+)
+
+
+def fma(a: Array, b: Array, c: Array) -> Array:
+    """``a * b + c`` of float32 tiles, rounded once in Triton, which does not contract the two by itself.
+
+    ``a`` and ``b`` broadcast to ``c``.
+    """
+    a, b = (jnp.broadcast_to(x, c.shape) for x in (a, b))
+    return _fma_p.bind(a, b, c)
 
 
 _erfc_p = _primitive(

@@ -213,7 +213,7 @@ def _step(ref: dict[str, Any], at: _At, static: _Static, i: Array, acc: Array, *
         s_w = body.decode_scale(
             load(ref["w_scale"], (at.layer, _scale_row(at, static), body.div(first, static.w_cols)))
         )
-    return acc + _scaled(lowering.dot(a, b), s_x, s_w, static)
+    return body.add_scaled(acc, lowering.dot(a, b), _scales(s_x, s_w, static))
 
 
 def _same_dtype(x: Array, w: Array) -> tuple[Array, Array]:
@@ -231,14 +231,11 @@ def _scale_row(at: _At, static: _Static) -> Array:
     return at.col if static.w_rows == 1 else body.div(at.col, static.w_rows)
 
 
-def _scaled(value: Array, s_x: Array | None, s_w: Array | None, static: _Static) -> Array:
-    """``value`` times scales a row of x and a row of w; either may be one number, or None for no scale."""
+def _scales(s_x: Array | None, s_w: Array | None, static: _Static) -> list[Array]:
+    """What to multiply an accumulator by for scales a row of x and a row of w; either may be one number, or None."""
     if s_x is not None and s_w is not None and not (s_x.shape and s_w.shape):
         s_x, s_w = (s_x * s_w, None) if s_x.shape else (None, s_x * s_w)
-    for scale in _oriented(static, s_x, s_w):
-        if scale is not None:
-            value = value * scale
-    return value
+    return [scale for scale in _oriented(static, s_x, s_w) if scale is not None]
 
 
 def _epilogue(ref: dict[str, Any], at: _At, acc: Array, static: _Static) -> Array:
@@ -249,7 +246,7 @@ def _epilogue(ref: dict[str, Any], at: _At, acc: Array, static: _Static) -> Arra
         s_x = body.decode_scale(load(ref["x_scale"], (rows, 0)))
     if "w_scale" in ref and not static.w_cols:
         s_w = body.decode_scale(load(ref["w_scale"], (at.layer, _scale_row(at, static), 0)))
-    y = _scaled(acc, s_x, s_w, static)
+    y = functools.reduce(jnp.multiply, _scales(s_x, s_w, static), acc)
     if "bias" in ref:
         bias = load(ref["bias"], (at.layer, at.col)).astype(jnp.float32)
         y = y + _oriented(static, None, bias)[1]

@@ -201,11 +201,12 @@ def _first_kernel(
     """The first product, or the end of it where ``parts_ref`` holds its parts."""
     program = pl.program_id(0)
     at = grouped.place(program, w, rows, product)
-    block = grouped.locate(rows, at.block, product)
+    found = grouped.locate(rows, at.block, product)
 
-    @pl.when(block.used)
+    @pl.when(found.used)
     def _() -> None:
-        totals = None if parts_ref is not None else grouped.sums(x, w, block, at, product)
+        totals = None if parts_ref is not None else grouped.sums(x, w, found, at, product)
+        block = grouped.locate(rows, at.block, product)
         index, inside = _where(block, at, w, product)
         if totals is None:
             totals = [_sum_parts(parts_ref, half, index, inside) for half in range(w.data.shape[2])]
@@ -222,7 +223,7 @@ def _first_kernel(
 
     if out.amax is not None:
 
-        @pl.when(~block.used)
+        @pl.when(~found.used)
         def _() -> None:
             store(out.amax, (program,), jnp.float32(0))
 

@@ -147,6 +147,18 @@ def scale_kernel(x_ref, o_ref, *, factor):
     store(o_ref, (i,), load(x_ref, (i,)) * factor)
 
 
+def test_fma_multiplies_by_what_broadcasts_and_adds_in_one_operation():
+    def kernel(x_ref, o_ref):
+        x = load(x_ref, (arange(4)[:, None], arange(2)[None, :]))
+        row = load(x_ref, (arange(4), 1))
+        store(o_ref, (arange(4)[:, None], arange(2)[None, :]), lowering.fma(x, row[:, None], x))
+
+    x = jnp.arange(8.0).reshape(4, 2)
+    np.testing.assert_array_equal(run(kernel, x, out=lanes.spec((4, 2))), x * x[:, 1:] + x)
+    [lowered] = lanes.lower_for(lambda x: run(kernel, x, out=lanes.spec((4, 2)), interpret=False), (x,))
+    assert lowered.count("math.fma") == 1
+
+
 def test_vmap_adds_an_axis_of_programs():
     def double(x, interpret=True):
         return run(scale_kernel, x, out=lanes.spec((4,)), interpret=interpret, factor=2)

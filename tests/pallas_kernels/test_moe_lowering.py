@@ -94,9 +94,10 @@ def test_tiles_that_may_not_depend_on_the_number_of_tokens_do_not():
 def test_launches_of_a_layer(capability, recipe):
     for tokens, sizes in ((1, "dsv3-tp8"), (64, "gpt-oss"), (8192, "qwen3-30b")):
         case = Case(recipe=recipe, tokens=tokens, **LAYERS[sizes])
-        call, shapes, _ = cases.abstract(case, capability=capability)
-        # Tiles were chosen for Hopper; elsewhere a few bytes may spill.
-        compiled = aot.compile_for(call, shapes, capability, spills=capability != 90)
+        call, shapes, spec = cases.abstract(case, capability=capability)
+        # Tiles are Hopper's, where only the tall one that promotes its sums keeps a few values on the stack.
+        spills = capability != 90 or (recipe == "fp8_block" and spec.tiles.first.block_m == 128)
+        compiled = aot.compile_for(call, shapes, capability, spills=spills)
         assert len(compiled.launches) <= (5 if recipe in ("bf16", "fp8_w8a16", "fp8_block") else 6), compiled.launches
         assert "while" not in compiled.launches
 
