@@ -49,12 +49,7 @@ def plan(op: OpSpec, device: DeviceSpec, *, explicit: bool) -> Plan:
     """
     if op.layout != CANONICAL:
         raise NotImplementedError(f"weights are in the layout {op.layout.name!r}, and it reads the canonical one only")
-    fp4 = any(r is not None and r.input is not None and r.input.format == "e2m1" for r in (op.recipe, op.second_recipe))
-    if fp4 and device.platform == "cuda" and not device.has_fp4 and not explicit:
-        raise NotImplementedError(
-            f"FP4 activations need FP4 matrix units (compute capability 10.0), and {device.name} has none; "
-            f"they are emulated where implementation={NAME!r} asks for that by name"
-        )
+    common.check_emulation(op, device, NAME, explicit=explicit)
     operands = _operands(op, device)
     tiles: list[tuple[str, Any]] = [("operands", operands)]
     if op.op == "linear":
@@ -70,7 +65,7 @@ def plan(op: OpSpec, device: DeviceSpec, *, explicit: bool) -> Plan:
     notes = []
     if op.recipe.weight is not None:
         notes.append(f"weights are dequantised to {operands}, {extent}")
-    if fp4:
+    if common.has_fp4_activations(op):
         notes.append(f"FP4 activations are emulated: rounded to FP4, multiplied in {operands}")
     if op.accumulation == "fast":
         notes.append("accumulation='fast' changes nothing: sums are float32 throughout")
