@@ -76,6 +76,11 @@ class Config:
             raise AttributeError(name)
         return getattr(self.settings, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_"):
+            raise AttributeError(f"config.{name} is not assigned to; write `with jmoe.config({name}={value!r}):`")
+        super().__setattr__(name, value)
+
     @contextlib.contextmanager
     def __call__(self, **changes: Any) -> Iterator[Settings]:
         known = [f.name for f in dataclasses.fields(Settings)]

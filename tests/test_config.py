@@ -133,3 +133,11 @@ def test_an_unknown_attribute_is_an_attribute_error():
         _ = config.nothing
     with pytest.raises(AttributeError, match="_private"):
         _ = config._private
+
+
+def test_a_setting_is_not_assigned_to():
+    with pytest.raises(
+        AttributeError, match=r"config\.check is not assigned to; write `with jmoe\.config\(check=True\):`"
+    ):
+        config.check = True
+    assert config.check is False
