@@ -206,6 +206,7 @@ def _first_kernel(
     @pl.when(found.used)
     def _() -> None:
         totals = None if parts_ref is not None else grouped.sums(x, w, found, at, product)
+        # Located again, so that no slots are held in registers over the loop.
         block = grouped.locate(rows, at.block, product)
         index, inside = _where(block, at, w, product)
         if totals is None:

@@ -87,7 +87,7 @@ def test_other_dtypes(dtype):
     ],
 )
 def test_recipes(recipe, how):
-    check(Case(recipe=recipe, **BLOCKS), how, ("hot", "elsewhere", "padding"))
+    check(Case(recipe=recipe, **BLOCKS), how, ("one expert", "elsewhere", "padding"))
 
 
 def test_static_scales_one_an_expert():
