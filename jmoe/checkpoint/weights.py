@@ -67,6 +67,7 @@ def load_linear(
         weight: quantized and not, or in different ways.
     """
     names = _as_names(names)
+    _check_dtype(dtype)
     shards = [_load_one(checkpoint, name, weight_only, dtype, device) for name in names]
     if len(shards) == 1:
         return shards[0]
@@ -137,6 +138,7 @@ def load_experts(
             f"{_where(checkpoint, down)} has shape {checkpoint.shape_for(down)}, expected "
             f"{checkpoint.shape_for(up)[::-1]} to match {up!r} of shape {checkpoint.shape_for(up)}"
         )
+    _check_dtype(dtype)
     w13 = _load_stack(checkpoint, experts, "w13", weight_only, dtype, device)
     return w13, _load_stack(checkpoint, experts, "w2", weight_only, dtype, device)
 
@@ -187,6 +189,12 @@ def _as_names(names: Names) -> list[str]:
 
 def _modules(experts: Experts, projections: Sequence[str]) -> list[str]:
     return [experts.module(e, projection) for e in range(experts.count) for projection in projections]
+
+
+def _check_dtype(dtype: jax.typing.DTypeLike | None) -> None:
+    """Raises TypeError unless a plain weight can be held in ``dtype``."""
+    if dtype is not None and jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise TypeError(f"dtype={jnp.dtype(dtype)} must be bfloat16, float16 or float32")
 
 
 def host_tensor(checkpoint: Checkpoint, name: str, dtype: jax.typing.DTypeLike | None = None) -> np.ndarray:

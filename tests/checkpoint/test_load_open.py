@@ -306,3 +306,13 @@ def test_reading_files_and_headers_loads_no_models():
     )
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.splitlines() == ["[]", "[]", "module 'jmoe.checkpoint' has no attribute 'nothing'"]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bool"])
+def test_a_weight_is_not_cast_to_integers(dtype):
+    bf16 = Path(__file__).parents[1] / "data" / "tiny-moe" / "bf16"
+    with checkpoint.open(bf16) as opened:
+        with pytest.raises(TypeError, match=rf"dtype={dtype} must be bfloat16, float16 or float32"):
+            checkpoint.load_linear(opened, "lm_head", dtype=dtype)
+        with pytest.raises(TypeError, match=rf"dtype={dtype} must be bfloat16, float16 or float32"):
+            checkpoint.load_experts(opened, "model.layers.0.mlp.experts", dtype=dtype)
