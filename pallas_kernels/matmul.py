@@ -140,9 +140,16 @@ def _kernel(*refs: Any, static: _Static) -> None:
         tile.group,
     )
     layer = load(ref["layer"], (0,)) if "layer" in ref else jnp.int32(0)
-    row, col = row_block * tile.block_m + arange(tile.block_m), col_block * tile.block_n + arange(tile.block_n)
-    # Rows and columns past the end repeat the last one: no masks in the loop, and nothing of them is stored.
-    at = _At(layer, jnp.minimum(row, static.m - 1), jnp.minimum(col, static.n - 1), col_block)
+    # No masks in the loop: the last block of rows begins early enough to be whole, so that its rows lie at constant
+    # distances (rows of two blocks get equal values); else rows and columns past the end repeat the last one. Nothing
+    # of those is stored.
+    first = row_block * tile.block_m
+    if static.m >= tile.block_m:
+        first = jnp.minimum(first, static.m - tile.block_m)
+    row, col = first + arange(tile.block_m), col_block * tile.block_n + arange(tile.block_n)
+    last_row = row if static.m >= tile.block_m else jnp.minimum(row, static.m - 1)
+    last_col = col if static.n % tile.block_n == 0 else jnp.minimum(col, static.n - 1)
+    at = _At(layer, last_row, last_col, col_block)
     shape = (tile.block_n, tile.block_m) if tile.swap else (tile.block_m, tile.block_n)
     acc = _sum_over_k(ref, at, part, jnp.zeros(shape, jnp.float32), static)
     index = _oriented(static, row, col)

@@ -56,12 +56,12 @@ def plan(op: OpSpec, device: DeviceSpec, *, explicit: bool) -> Plan:
         )
         tiles = (("tile", tile),)
     else:
-        chosen = _tiles_of_experts(op, facts)
+        chosen = _tiles_of_experts(op, accumulation == "exact", facts)
         tiles = (("first", chosen.first), ("second", chosen.second), ("single", chosen.single))
     return Plan(tiles=tiles, accumulation=accumulation, note=_note(op, accumulation))
 
 
-def _tiles_of_experts(op: OpSpec, facts: dict[str, Any]) -> MoETiles:
+def _tiles_of_experts(op: OpSpec, exact: bool, facts: dict[str, Any]) -> MoETiles:
     second = op.second_recipe or op.recipe
     h = second.input
     return moe_tiles(
@@ -75,6 +75,7 @@ def _tiles_of_experts(op: OpSpec, facts: dict[str, Any]) -> MoETiles:
         first_cell=_cell(op.recipe),
         second_cell=_cell(second),
         group=h.block[1] if h is not None and h.block[1] != -1 else None,
+        exact=exact,
         splits=h is None or h.static or h.block != (-1, -1),
         batched=op.op == "batched_experts",
         **facts,
