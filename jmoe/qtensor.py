@@ -1,8 +1,8 @@
 """``QTensor``: one pytree that holds any quantized array."""
 
 import math
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,14 @@ from pallas_kernels.layouts import CANONICAL, Layout
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared and hashed by identity: equality of arrays has no one truth value
 class QTensor:
     """A quantized array (..., N, K): codes, scales and how to read them.
 
     Every leaf has the rank of ``data``; leading axes (layers, experts, halves) are batch axes that all leaves share, so
     ``jax.tree.map(lambda leaf: leaf[i], q)`` is the i-th of them. Values are ``(code - zero_point) * scale *
-    global_scale``. Build one with ``QTensor.make``, which validates, or ``jmoe.quantize``.
+    global_scale``. Build one with ``QTensor.make``, which validates, or ``jmoe.quantize``. It is no array: ``==`` is
+    identity, and NumPy and JAX functions refuse it with a TypeError that names ``dequantize``.
 
     Attributes:
       data: (..., N, K) float8_e4m3fn, float8_e5m2 or int8; 4-bit codes are uint8 (..., N, ceil(K/2)), low nibble first.
@@ -151,8 +152,23 @@ class QTensor:
         """The same tensor, for operations that quantise the other operand so (None: not at all)."""
         return replace(self, input_scheme=input_scheme)
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NoReturn:
+        """Refuses what NumPy would otherwise make an array of objects.
+
+        Raises:
+          TypeError: always.
+        """
+        raise TypeError(f"{self!r} is no array; its values are those of .dequantize(), its codes those of .codes")
+
+    __jax_array__ = __array__
+
     def __repr__(self) -> str:
-        parts = [f"shape={self.shape}", self.scheme.describe()]
+        if len(getattr(self.data, "shape", ())) >= 2:
+            parts = [f"shape={self.shape}"]
+        else:  # a tree of shardings, axes or the like in a QTensor's form
+            leaves = [(f.name, getattr(self, f.name)) for f in fields(self) if not f.metadata.get("static")]
+            parts = [f"{name}={leaf!r}" for name, leaf in leaves if leaf is not None]
+        parts.append(self.scheme.describe())
         parts.append(f"input {self.input_scheme.describe()}" if self.input_scheme else "weight-only")
         return f"QTensor({', '.join(parts)})"
 

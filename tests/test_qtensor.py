@@ -403,6 +403,60 @@ def test_repr_says_shape_and_schemes():
     assert "shape=(2, 4, 32)" in repr(jax.eval_shape(lambda x: quantize(x, "mxfp4"), weights(2, 4, 32)))
 
 
+FORMS = {
+    "shapes": (lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), "shape=(4, 8)"),
+    "specs": (lambda leaf: P("model", None), f"data={P('model', None)!r}, scale={P('model', None)!r}"),
+    "axes": (lambda leaf: 0, "data=0, scale=0"),
+    "scalars": (lambda leaf: np.float32(2), f"data={np.float32(2)!r}, scale={np.float32(2)!r}"),
+    "tuples": (lambda leaf: leaf.shape, "data=(4, 8), scale=(2, 2)"),
+    "None": (lambda leaf: None, ""),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_repr_of_a_tree_in_a_qtensors_form(form):
+    leaf, said = FORMS[form]
+    q = jax.tree.map(leaf, QTensor.make(zeros((4, 8), jnp.float8_e4m3fn), jnp.ones((2, 2)), scheme=FP8_BLOCK))
+    assert repr(q) == f"QTensor({said}{', ' if said else ''}e4m3 2x4 float32, weight-only)"
+
+
+def test_repr_of_traced_leaves_is_that_of_arrays():
+    q = quantize(weights(4, 8), "fp8_block")
+    seen = []
+    jax.eval_shape(lambda q: seen.append(repr(q)), q)
+    assert seen == [repr(q)]
+
+
+def test_two_are_equal_where_they_are_one():
+    q = quantize(weights(4, 8), "fp8_block")
+    twin = jax.tree.map(jnp.array, q)
+    assert q == q and q != twin
+    assert twin in [q, twin] and [q, twin].index(twin) == 1
+    assert {q: "first", twin: "second"}[twin] == "second"
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        np.asarray,
+        np.sum,
+        lambda q: np.array(q, np.float32),
+        lambda q: np.stack([q, q]),
+        lambda q: np.ones((2, 8)) @ q,
+        jnp.asarray,
+        jnp.sum,
+        lambda q: jnp.stack([q, q]),
+        lambda q: jnp.ones((2, 8)) @ q,
+        lambda q: q @ jnp.ones((8, 2)),
+    ],
+)
+@pytest.mark.parametrize("traced", [False, True])
+def test_array_functions_refuse_it_and_name_dequantize(use, traced):
+    q = quantize(weights(4, 8), "fp8_block")
+    with pytest.raises(TypeError, match=r"is no array; its values are those of \.dequantize\(\)"):
+        jax.eval_shape(lambda q: use(q), q) if traced else use(q)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_orbax_round_trip(kind, tmp_path):
     ocp = pytest.importorskip("orbax.checkpoint")
