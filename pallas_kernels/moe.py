@@ -9,7 +9,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from pallas_kernels import body, launch
 from pallas_kernels.align import align_chain
@@ -17,6 +17,7 @@ from pallas_kernels.combine import combine
 from pallas_kernels.experts import Experts, ExpertsSpec, InputScheme, checked, weights_of
 from pallas_kernels.grouped import WHOLE, Batched, Input, Product, Routed, Rows, Single
 from pallas_kernels.moe_kernels import Epilogue, first_product, quantise_chain, second_product
+from pallas_kernels.quantize import Choices
 
 
 def fused_moe(
@@ -57,10 +58,11 @@ def fused_moe(
     if not (tokens and k):
         return jnp.zeros((tokens, sizes.hidden), spec.out_dtype)
     ids, slots_a_row, scale = topk_ids.reshape(-1), k, experts.input_scale
+    choices = Choices(topk_ids, expert_map)
     if scale is not None and scale.size > 1:
         # A scale an expert: each slot has a row of its own.
         x, slots_a_row, scale = jnp.repeat(x, k, axis=0), 1, _of_experts(scale, ids, expert_map)
-    x_chain = _input_chain(x, x_scale, scale, spec.input_scheme)
+    x_chain = _input_chain(x, x_scale, scale, choices, sizes.experts, spec.input_scheme)
     align = align_chain(topk_ids, experts=sizes.experts, rows=spec.tiles.first.block_m, expert_map=expert_map)
     chains = [chain for chain in (x_chain, () if spec.tiles.single else align) if chain]
     results = launch.run_chains("moe_prepare", *chains, interpret=interpret) if chains else []
@@ -113,16 +115,14 @@ def batched_experts(
     if not height:
         return jnp.zeros(x.shape, spec.out_dtype)
     slots = sizes.experts * height
-    if spec.input_scheme is not None and spec.input_scheme.scale == "tensor" and x_scale is None:
-        # Rows that do not count may not touch the one scale.
-        valid = lax.broadcasted_iota(jnp.int32, (sizes.experts, height, 1), 1) < counts[:, None, None]
-        x = jnp.where(valid, x, 0)
+    valid = jnp.arange(height, dtype=jnp.int32)[None] < counts[:, None]
+    choices = Choices(jnp.where(valid, 0, -1).astype(jnp.int32).reshape(slots, 1))
     scale = experts.input_scale
     if scale is not None and scale.size > 1:
         scale = jnp.repeat(scale, height)[:, None]
     flat_scale = None if x_scale is None else x_scale.reshape(-1, x_scale.shape[-1])
     x = x.reshape(slots, sizes.hidden)
-    chain = _input_chain(x, flat_scale, scale, spec.input_scheme)
+    chain = _input_chain(x, flat_scale, scale, choices, sizes.experts, spec.input_scheme)
     x_in = Input(x, flat_scale)
     if chain:
         [(codes, scale)] = launch.run_chains("moe_prepare", chain, interpret=interpret)
@@ -148,13 +148,24 @@ def _of_experts(scale: Array, ids: Array, expert_map: Array | None) -> Array:
     return jnp.take(scale, jnp.clip(ids, 0, scale.shape[0] - 1), mode="clip")[:, None]
 
 
-def _input_chain(x: Array, x_scale: Array | None, scale: Array | None, scheme: InputScheme | None) -> launch.Chain:
-    """The jobs that quantise x (R, H), none where it is used as it is; ``scale`` is of a static scheme."""
+def _input_chain(
+    x: Array,
+    x_scale: Array | None,
+    scale: Array | None,
+    choices: Choices,
+    experts: int,
+    scheme: InputScheme | None,
+) -> launch.Chain:
+    """The jobs that quantise x (R, H), none where it is used as it is; ``scale`` is of a static scheme.
+
+    Rows whose ``choices`` are none of the ``experts`` here may hold anything, and touch no scale but their own.
+    """
     if (x.dtype == body.F8) != (x_scale is not None) or (x_scale is not None and scheme is None):
         raise ValueError(f"x is {x.dtype}, x_scale {'missing' if x_scale is None else 'given'} and its scheme {scheme}")
     if scheme is None or x_scale is not None:
         return ()
-    return quantise_chain(x, scheme, scale=None if scale is None else scale.reshape(-1, 1))
+    scale = None if scale is None else scale.reshape(-1, 1)
+    return quantise_chain(x, scheme, scale=scale, choices=choices, experts=experts)
 
 
 def _products(

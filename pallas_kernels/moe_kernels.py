@@ -153,7 +153,13 @@ def _hidden_shapes(product: Product, columns: int, programs: int, epilogue: Epil
 
 
 def quantise_chain(
-    x: Array, scheme: InputScheme, *, scale: Array | None = None, amax: Array | None = None
+    x: Array,
+    scheme: InputScheme,
+    *,
+    scale: Array | None = None,
+    amax: Array | None = None,
+    choices: quantize.Choices | None = None,
+    experts: int = 0,
 ) -> launch.Chain:
     """The jobs that make e4m3 codes and scales of x (R, K), which is not empty.
 
@@ -162,6 +168,7 @@ def quantise_chain(
       scheme: how.
       scale: float32 (1, 1) or (R, 1), of a static scheme.
       amax: float32 (n,), for one measured scale: the largest magnitudes of x's parts, instead of measuring x.
+      choices: what x's rows go to; those that go to none of the ``experts`` here touch no scale but their own.
     """
     power_of_two = scheme.power_of_two
     if scheme.scale == "static":
@@ -171,7 +178,7 @@ def quantise_chain(
         return [lambda: quantize.groups_job(x, scheme.group, power_of_two=power_of_two)]
     if scheme.scale == "token":
         return [lambda: quantize.tokens_job(x, power_of_two=power_of_two)]
-    return quantize.tensor_chain(x, power_of_two=power_of_two, amax=amax)
+    return quantize.tensor_chain(x, power_of_two=power_of_two, amax=amax, choices=choices, experts=experts)
 
 
 def _part_kernel(x: Input, w: Weights, rows: Rows, parts_ref: Any, *, product: Product) -> None:

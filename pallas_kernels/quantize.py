@@ -19,6 +19,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from pallas_kernels import body, launch, lowering
+from pallas_kernels.align import local_expert
 from pallas_kernels.lowering import arange, load, store
 
 ScaleDtype = Literal["float32", "e8m0"]
@@ -189,8 +190,31 @@ def quantize_tensor(
     return codes, scale
 
 
-def tensor_chain(x: Array, *, power_of_two: bool = False, amax: Array | None = None) -> launch.Chain:
-    """The jobs of ``quantize_tensor``, of an x that is not empty."""
+class Choices(NamedTuple):
+    """The experts that rows go to; arrays outside a kernel, refs inside.
+
+    Attributes:
+      ids: int32 (M, k), any value; a row of which none is an expert's here counts for no scale.
+      expert_map: int32 (E_global,), the slot here of each expert or -1; or None.
+    """
+
+    ids: Any
+    expert_map: Any | None = None
+
+
+def tensor_chain(
+    x: Array,
+    *,
+    power_of_two: bool = False,
+    amax: Array | None = None,
+    choices: Choices | None = None,
+    experts: int = 0,
+) -> launch.Chain:
+    """The jobs of ``quantize_tensor``, of an x that is not empty.
+
+    With ``choices`` the scale is that of the rows that go to one of the ``experts`` here; the others may hold anything,
+    and so may their codes.
+    """
     _check(x)
     m, k = x.shape
     tiles = _tiles(m, k)
@@ -201,9 +225,9 @@ def tensor_chain(x: Array, *, power_of_two: bool = False, amax: Array | None = N
         return launch.Job(
             kernel=_tensor_kernel,
             programs=pl.cdiv(tiles, share),
-            inputs=(x, partials),
+            inputs=(x, partials, choices if partials is None else None),
             outputs=(jax.ShapeDtypeStruct((m, k), body.F8), jax.ShapeDtypeStruct((1, 1), jnp.float32)),
-            static={"share": share, "power_of_two": power_of_two},
+            static={"share": share, "power_of_two": power_of_two, "experts": experts},
         )
 
     if amax is not None:
@@ -214,15 +238,17 @@ def tensor_chain(x: Array, *, power_of_two: bool = False, amax: Array | None = N
     measure = launch.Job(
         kernel=_amax_kernel,
         programs=parts,
-        inputs=(x,),
+        inputs=(x, choices),
         outputs=(jax.ShapeDtypeStruct((parts,), jnp.float32),),
-        static={"parts": parts},
+        static={"parts": parts, "experts": experts},
     )
     return [lambda: measure, job]
 
 
-def _amax_kernel(program: Array, x_ref: Any, amax_ref: Any, *, parts: int) -> None:
-    amax = _amax(x_ref, program, parts, pl.cdiv(_tiles(*x_ref.shape), parts))
+def _amax_kernel(
+    program: Array, x_ref: Any, choices: Choices | None, amax_ref: Any, *, parts: int, experts: int
+) -> None:
+    amax = _amax(x_ref, choices, experts, program, parts, pl.cdiv(_tiles(*x_ref.shape), parts))
     store(amax_ref, (program,), amax)
 
 
@@ -230,14 +256,16 @@ def _tensor_kernel(
     program: Array,
     x_ref: Any,
     partials_ref: Any | None,
+    choices: Choices | None,
     code_ref: Any,
     scale_ref: Any,
     *,
     share: int,
     power_of_two: bool,
+    experts: int,
 ) -> None:
     if partials_ref is None:
-        amax = _amax(x_ref, jnp.int32(0), 1, _tiles(*x_ref.shape))
+        amax = _amax(x_ref, choices, experts, jnp.int32(0), 1, _tiles(*x_ref.shape))
     else:
         amax = _largest(partials_ref)
     scale, inverse = body.fp8_scale(amax, floor=TENSOR_FLOOR, power_of_two=power_of_two)
@@ -348,14 +376,26 @@ def _tile_at(shape: tuple[int, int], tile: Array) -> tuple[Array, Array]:
     return body.div(tile, across) * rows + arange(rows), body.rem(tile, across) * width + arange(width)
 
 
-def _amax(x_ref: Any, first: Array, stride: int, count: int) -> Array:
-    """The largest finite magnitude in tiles first, first + stride, ..., ``count`` of them."""
+def _amax(x_ref: Any, choices: Choices | None, experts: int, first: Array, stride: int, count: int) -> Array:
+    """The largest finite magnitude in tiles first, first + stride, ..., ``count`` of them, of rows that count."""
 
     def step(i: Array, amax: Array) -> Array:
-        part = _Part.of(x_ref, *_tile_at(x_ref.shape, first + i * stride))
-        return jnp.maximum(amax, jnp.max(jnp.abs(part.x)))
+        row, column = _tile_at(x_ref.shape, first + i * stride)
+        magnitude = jnp.abs(_Part.of(x_ref, row, column).x)
+        if choices is not None:
+            magnitude = jnp.where(_is_chosen(choices, experts, row)[:, None], magnitude, 0)
+        return jnp.maximum(amax, jnp.max(magnitude))
 
     return lowering.loop(count, step, jnp.float32(0))
+
+
+def _is_chosen(choices: Choices, experts: int, row: Array) -> Array:
+    """Whether any of a row's experts is here; False for rows past the last."""
+    m, k = choices.ids.shape
+    choice = arange(body.pow2_at_least(k))
+    inside = (row < m)[:, None] & (choice < k)[None, :]
+    ids = load(choices.ids, (row[:, None], choice[None, :]), mask=inside, other=-1)
+    return jnp.max(local_expert(ids, choices.expert_map, experts), axis=1) >= 0
 
 
 def _zeros(job: launch.Job) -> tuple[Array, Array]:

@@ -70,6 +70,16 @@ def rounded_input(x: Weight, w: Weight, scale: Array | None) -> Array:
     return quantize(x, scheme, scale=scale if scheme.static else None).dequantize()
 
 
+def measures_over_rows(scheme: Scheme | None) -> bool:
+    """Whether a scale is measured over several rows, so that the values of one change the codes of others."""
+    return scheme is not None and not scheme.static and (scheme.block[0] != 1 or scheme.global_scale == "tensor")
+
+
+def chosen_rows(x: Array, ids: Array) -> Array:
+    """X (T, H) with zeros for tokens without an expert here (ids (T, k) all -1): they may hold anything, even NaN."""
+    return jnp.where(jnp.any(ids >= 0, axis=1)[:, None], x, 0)
+
+
 def local_ids(topk_ids: Array, expert_map: Array | None, experts: int) -> Array:
     """Local expert of each slot, int32 like ``topk_ids``, -1 where there is none (out of range, -1, or not here)."""
     if expert_map is not None:

@@ -49,23 +49,28 @@ def fused_moe(op: OpSpec, selection: Selection, args: MoEArgs) -> Array:
     tokens, k = a.topk_ids.shape
     ids = common.local_ids(a.topk_ids, a.expert_map, op.experts)
     slot_ids = ids.reshape(-1)
-    x = common.weighted_input(a.x, a.topk_weights, ids) if op.weight_on_input else a.x
+    # Before a scale is measured over them.
+    x = a.x if isinstance(a.x, QTensor) else common.chosen_rows(a.x, ids)
+    if op.weight_on_input:
+        x = common.weighted_input(x, a.topk_weights, ids)
     scale = jnp.asarray(1.0, jnp.float32) if a.input_scale is None else a.input_scale
     x_rounded = None if scale.ndim else common.rounded_input(x, a.w13, scale)
 
     def first(e: Array, h: Array) -> Array:
         rows = common.rounded_input(x, a.w13, scale[e]) if x_rounded is None else x_rounded
-        he = intermediate(op, rows, a, e)
-        return jnp.where((ids == e)[..., None], he[:, None, :], h)
+        mine = ids == e
+        he = intermediate(op, rows, jnp.any(mine, axis=1), a, e)
+        return jnp.where(mine[..., None], he[:, None, :], h)
 
     h = lax.fori_loop(0, op.experts, first, common.zeros((tokens, k, op.intermediate), args))
     h = round_intermediate(op, h.reshape(tokens * k, op.intermediate), a, slot_ids)
 
     def second(e: Array, y: Array) -> Array:
-        ye = matmul(h, common.values(index_leading(a.w2, e)))
+        mine = (slot_ids == e)[:, None]
+        ye = matmul(jnp.where(mine, h, 0), common.values(index_leading(a.w2, e)))
         if a.b2 is not None:
             ye = ye + a.b2[e].astype(jnp.float32)
-        return jnp.where((slot_ids == e)[:, None], ye, y)
+        return jnp.where(mine, ye, y)
 
     y = lax.fori_loop(0, op.experts, second, common.zeros((tokens * k, op.hidden), args))
     weight = jnp.ones((tokens, k), jnp.float32) if op.weight_on_input else a.topk_weights
@@ -81,7 +86,7 @@ def batched_experts(op: OpSpec, selection: Selection, args: BatchedArgs) -> Arra
     x = batched_input(op, a, valid, slot_ids)
 
     def first(e: Array, h: Array) -> Array:
-        return h.at[e].set(intermediate(op, x[e], a, e))
+        return h.at[e].set(intermediate(op, x[e], valid[e], a, e))
 
     h = lax.fori_loop(0, op.experts, first, common.zeros((op.experts, op.tokens, op.intermediate), args))
     h = jnp.where(valid[..., None], h, 0).reshape(rows, op.intermediate)
@@ -104,12 +109,18 @@ def batched_input(op: OpSpec, a: BatchedArgs, valid: Array, slot_ids: Array) -> 
     return rounded.reshape(op.experts, op.tokens, op.hidden)
 
 
-def intermediate(op: OpSpec, rows: Array, a: MoEArgs | BatchedArgs, e: Array) -> Array:
-    """Expert e's intermediate of ``rows`` (M, H): (M, I) float32, before it is rounded."""
+def intermediate(op: OpSpec, rows: Array, mine: Array, a: MoEArgs | BatchedArgs, e: Array) -> Array:
+    """Expert e's intermediate of ``rows`` (M, H): (M, I) float32, before it is rounded.
+
+    Only those of ``mine`` (M,) are e's. Nobody reads the others, but derivatives would still be 0 * NaN where x or an
+    expert's weights are not finite, so they are zero before the product and after it.
+    """
     assert op.activation is not None
-    product = matmul(rows[None], common.values(index_leading(a.w13, e)))
+    mine = mine[:, None]
+    product = matmul(jnp.where(mine, rows, 0)[None], common.values(index_leading(a.w13, e)))
     if a.b13 is not None:
         product = product + a.b13[e].astype(jnp.float32)[:, None, :]
+    product = jnp.where(mine[None], product, 0)
     return common.activate(op.activation, product, common.params_of(a.activation_params, e))
 
 

@@ -289,7 +289,11 @@ def fused_moe(op: OpSpec, selection: Selection, args: MoEArgs) -> Array:
     if 0 in (tokens, k, op.experts):
         return jnp.zeros((tokens, op.hidden), op.out_dtype)
     ids = common.local_ids(args.topk_ids, args.expert_map, op.experts)
-    x = common.weighted_input(args.x, args.topk_weights, ids) if op.weight_on_input else args.x
+    x = args.x
+    if not isinstance(x, QTensor) and common.measures_over_rows(common.input_scheme_of(args.w13)):
+        x = common.chosen_rows(x, ids)
+    if op.weight_on_input:
+        x = common.weighted_input(x, args.topk_weights, ids)
     rows = selection.tile("rows")
     slots = ids.reshape(tokens * k)
     blocks = _one_slot_blocks(slots) if rows == 1 else _sorted_blocks(slots, op.experts, rows)
@@ -465,7 +469,7 @@ def _run_experts(op: OpSpec, a: MoEArgs | BatchedArgs, blocks: _Blocks, x: _Oper
         h = _quantized_operand(first(w[0], rows), h_scheme, w[1].scale, dtype)
         return second(w[1], h)
 
-    if h_scheme is None or h_scheme.static or h_scheme.block[0] == 1:
+    if not common.measures_over_rows(h_scheme):
         return _over_blocks(both, lambda e: (first_of(e), second_of(e)), blocks, x)
     # h's scales span rows of several experts, so all of h comes first, in the order of slots.
     h = blocks.to_slots(_over_blocks(first, first_of, blocks, x))

@@ -92,6 +92,9 @@ def numpy_moe(
     @functools.cache
     def inputs(e):
         rows = f64(x)
+        if not isinstance(x, QTensor):  # what goes to no expert does not count where a scale is measured
+            chosen = [any(expert_of(t, j) is not None for j in range(k)) for t in range(tokens)]
+            rows = np.where(np.array(chosen)[:, None], rows, 0)
         if weight_on_input:
             factors = [topk_weights[t, 0] if expert_of(t, 0) is not None else 1 for t in range(tokens)]
             rows = rounded(rows * np.array(factors, np.float64)[:, None], x.dtype)

@@ -234,13 +234,27 @@ def test_a_quantized_x_gets_none_and_the_others_theirs():
     assert error(jax.jit(jax.grad(of))(WEIGHTS), expected) <= 1e-5
 
 
+def _alone(index, a):
+    """True for that entry of a's leading axis."""
+    return np.arange(len(a)).reshape(-1, *[1] * (a.ndim - 1)) == index
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_nan_where_nothing_reads_leaves_gradients_finite(implementation):
-    # The weight of a slot without expert, and rows beyond counts.
-    weights = np.where(IDS < 0, np.float32(np.nan), WEIGHTS)
-    args = (X, W13, W2, weights, B13, B2)
-    got = jax.jit(jax.grad(lambda *a: loss(moe(implementation, *a)), argnums=range(6)))(*args)
-    assert_same(got, jax.jit(jax.grad(lambda *a: loss(dense_moe(*a)), argnums=range(6)))(X, W13, W2, WEIGHTS, B13, B2))
+    # The weight of a slot without expert, a token without one, an expert without tokens, and rows beyond counts.
+    ids = np.where(IDS == 1, 0, IDS)
+    ids[4] = -1
+    weights = np.where(ids < 0, np.float32(np.nan), WEIGHTS)
+    w13, w2, b13, b2 = (np.where(_alone(1, w), np.float32(np.nan), w) for w in (W13, W2, B13, B2))
+    x = np.where(_alone(4, X), np.float32(np.nan), X)
+
+    def ours(*args):
+        x, w13, w2, weights, b13, b2 = args
+        return loss(jmoe.fused_moe(x, w13, w2, weights, ids, b13=b13, b2=b2, implementation=implementation))
+
+    got = jax.jit(jax.grad(ours, argnums=range(6)))(x, w13, w2, weights, b13, b2)
+    dense = jax.grad(lambda *a: loss(dense_moe(*a, ids=ids)), argnums=range(6))
+    assert_same(got, jax.jit(dense)(X, W13, W2, WEIGHTS, B13, B2))
 
     rows = np.stack([X] * EXPERTS)
     invalid = np.arange(TOKENS) >= COUNTS[:, None]

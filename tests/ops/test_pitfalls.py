@@ -255,6 +255,46 @@ def test_h06_nan_beyond_counts_leaks_nowhere(recipe, implementation):
     assert np.all(np.isfinite(clean)) and np.all(np.asarray(clean)[beyond] == 0)
 
 
+OVER_ROWS = {
+    "one scale": Scheme(format="e4m3", block=(-1, -1)),
+    "square blocks": Scheme(format="int8", block=(4, 8)),
+    "one global scale": Scheme(format="e2m1", block=(1, 16), scale_dtype="e4m3", global_scale="tensor"),
+}
+"""Activations whose scales are measured over several tokens."""
+
+
+@each_implementation
+@pytest.mark.parametrize("tokens", [2, 9], ids=["a block a slot", "sorted slots"])
+@pytest.mark.parametrize("scheme", OVER_ROWS.values(), ids=OVER_ROWS)
+def test_h06_tokens_without_an_expert_here_touch_no_scale(scheme, tokens, implementation):
+    w13, w2 = experts(3, jmoe.Recipe(name="over rows", weight=Scheme(format="e4m3", block=(1, -1)), input=scheme))
+    # Of 64 experts 0, 2 and 3 are here, so tokens 0 (no expert), 3 (out of range, elsewhere) and 6 (elsewhere) are not.
+    expert_map = np.full(64, -1)
+    expert_map[[0, 2, 3]] = 0, 2, 1
+    ids = np.array([[-1, -1], [0, 2], [3, -1], [64, 7], [0, 0], [2, 3], [1, 1], [3, 0], [-1, 2]])[:tokens]
+    elsewhere = np.isin(np.arange(tokens), [0, 3, 6])
+    x, weights = normal(0, tokens, 16), np.ones((tokens, 2), np.float32)
+    run = jitted(jmoe.fused_moe, implementation)
+    y, *poisoned = (
+        np.asarray(run(np.where(elsewhere[:, None], np.float32(v), x), w13, w2, weights, ids, expert_map=expert_map))
+        for v in (0, 1e6, np.nan, -np.inf)
+    )
+    assert np.all(np.any(y, axis=1) != elsewhere)
+    for other in poisoned:
+        np.testing.assert_array_equal(other, y)
+
+
+@pytest.mark.parametrize("scheme", OVER_ROWS.values(), ids=OVER_ROWS)
+def test_scales_over_several_tokens_are_measured_over_all_of_them(scheme):
+    w13, w2 = experts(3, jmoe.Recipe(name="over rows", weight=Scheme(format="e4m3", block=(1, -1)), input=scheme))
+    x, ids = normal(0, 9, 16) * np.exp2(np.arange(-4, 5, dtype=np.float32))[:, None], np.arange(18).reshape(9, 2) % 3
+    y, expected = (
+        jitted(jmoe.fused_moe, implementation)(x, w13, w2, np.ones((9, 2), np.float32), ids)
+        for implementation in ("xla", "reference")
+    )
+    assert error(y, expected) <= 1e-5
+
+
 @each_implementation
 @pytest.mark.parametrize("recipe", ["fp8_tensor", "fp8_channel", "int4_int8:group=8"])
 def test_h06_a_nan_token_stays_in_its_row(recipe, implementation):

@@ -114,9 +114,10 @@ def routing(name: str, case: Case, seed: int = 0) -> np.ndarray:
 
 
 def spoiled(case: Case, x: jax.Array, weights: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x and weights with NaN where they may not matter: tokens without an expert, and slots without one."""
+    """x and weights with what nothing reads: 1e4, inf and NaN in tokens without an expert, NaN in slots without one."""
     here = (ids >= 0) & (ids < case.experts)
-    return jnp.where(here.any(1, keepdims=True), x, jnp.nan), jnp.where(here, weights, jnp.nan)
+    anything = jnp.resize(jnp.array([1e4, jnp.inf, jnp.nan], x.dtype), x.shape)
+    return jnp.where(here.any(1, keepdims=True), x, anything), jnp.where(here, weights, jnp.nan)
 
 
 def activation_of(case: Case) -> Activation:

@@ -149,7 +149,8 @@ def test_h06_batched_rows_beyond_counts_are_zero_and_touch_nothing(recipe):
     counts = jnp.array([19, 0, 16, 5], jnp.int32)
     x = jax.random.normal(jax.random.key(3), (4, 19, 136), jnp.bfloat16)
     valid = jnp.arange(19) < counts[:, None]
-    found = batch_of(jnp.where(valid[..., None], x, jnp.nan), counts, cases.arrays(layer), spec)
+    anything = jnp.where(jnp.arange(136) % 2, 1e4, jnp.nan).astype(x.dtype)
+    found = batch_of(jnp.where(valid[..., None], x, anything), counts, cases.arrays(layer), spec)
     wanted = jmoe.batched_experts(
         x, counts, layer.w13, layer.w2, implementation="reference", **cases.options_of(case, layer)
     )

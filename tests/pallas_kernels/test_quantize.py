@@ -7,6 +7,7 @@ import pytest
 
 from jmoe.quantize import quantize
 from jmoe.scheme import Scheme
+from pallas_kernels import launch
 from pallas_kernels import quantize as kernels
 from tests.pallas_kernels import lanes
 
@@ -59,6 +60,20 @@ def test_tensor(m, k):
     x = activations(m, k, jnp.float32)
     found = kernels.quantize_tensor(x, interpret=True)
     assert_same(found, quantize(x, Scheme(format="e4m3", block=(-1, -1))))
+
+
+@pytest.mark.parametrize("m, k", [(3, 50), (9, 4100)], ids=["one launch", "two launches"])
+def test_rows_of_nobody_do_not_count_for_the_scale_of_a_tensor(m, k):
+    x = activations(m, k, jnp.float32)
+    # Experts 0 and 4 of five are here. Row 1 has none of them.
+    ids = jnp.full((m, 3), 4, jnp.int32).at[:2].set(jnp.array([[-1, 0, 9], [1, -1, 5]]))
+    choices = kernels.Choices(ids, jnp.array([0, -1, -1, 2, 1], jnp.int32))
+    chain = kernels.tensor_chain(x.at[1].set(1e30), choices=choices, experts=2)
+    [(codes, scale)] = launch.run_chains("quantize_tensor", chain, interpret=True)
+    expected = quantize(x.at[1].set(0), Scheme(format="e4m3", block=(-1, -1)))
+    np.testing.assert_array_equal(scale, expected.scale)
+    others = np.arange(m) != 1
+    np.testing.assert_array_equal(*(np.asarray(c)[others].view(np.uint8) for c in (codes, expected.data)))
 
 
 @pytest.mark.parametrize("rows", [False, True])
