@@ -31,7 +31,7 @@ from pallas_kernels.layouts import CANONICAL
 NAME = "xla"
 
 _PIECE_BYTES = 64 * 2**20
-"""About how many bytes of a linear's weight are dequantised at a time."""
+"""At most so many bytes of a linear's weight are dequantised at a time (or one row, where that is more)."""
 
 _INVARIANT_ROWS = 64
 """Rows of every product under ``batch_invariant``, however many tokens there are."""
@@ -107,13 +107,17 @@ def _is_exact(scheme: Scheme | None) -> bool:
 
 
 def _piece(op: OpSpec, itemsize: int) -> int:
-    """Features of a linear that are dequantised at a time: equal pieces that split no scale's block, or all of them."""
+    """Features of a linear that are dequantised at a time: equal pieces, or all of them.
+
+    Where such pieces are small enough they split no scale's block and are whole tiles of a matrix unit.
+    """
     scheme = op.recipe.weight
-    wanted = -(-op.features * op.hidden * itemsize // _PIECE_BYTES)
-    if scheme is None or wanted <= 1:
+    if scheme is None or op.features * op.hidden * itemsize <= _PIECE_BYTES:
         return op.features
-    unit = math.lcm(128, max(scheme.block[0], 1))
-    return min(-(-op.features // (wanted * unit)) * unit, op.features)
+    most = max(_PIECE_BYTES // (op.hidden * itemsize), 1)
+    unit = next(u for u in (math.lcm(128, max(scheme.block[0], 1)), 128, 1) if u <= most)
+    pieces = -(-op.features // (most // unit * unit))
+    return -(-op.features // (pieces * unit)) * unit
 
 
 def _block_rows(op: OpSpec, device: DeviceSpec) -> int:
@@ -241,29 +245,37 @@ def _linear_piece(op: OpSpec, x: _Operand, w: Weight, dtype: str) -> Array:
 
 
 def _weight_rows(w: Weight, layer: Array | None, start: Array, size: int) -> Weight:
-    """Rows [start, start + size) of w (N, K), or of the layer's; they begin and end at blocks of scales, or at N."""
+    """Rows [start, start + size) of w (N, K), or of the layer's; a row's scales are its own or those of all rows."""
     zero = jnp.int32(0)
 
-    def rows(leaf: Array, block: int) -> Array:
-        """The rows of ``leaf``, of which each stands for ``block`` of w's."""
-        columns = leaf.shape[-1]
+    def rows(leaf: Array, first: Array, count: int) -> Array:
         if layer is None:
-            return _window(leaf, (start // block, zero), (-(-size // block), columns))
-        return _window(leaf, (layer, start // block, zero), (1, -(-size // block), columns))[0]
+            return _window(leaf, (first, zero), (count, leaf.shape[-1]))
+        return _window(leaf, (layer, first, zero), (1, count, leaf.shape[-1]))[0]
 
     def grid(leaf: Array, block: int) -> Array:
-        # One row of scales stands for all of N, whatever N is.
-        return _at(leaf, layer) if leaf.shape[-2] == 1 else rows(leaf, block)
+        """A row of ``leaf``, which stands for ``block`` of w's, for each of the rows."""
+        height = leaf.shape[-2]
+        if height == 1:  # it stands for all of N, whatever N is
+            return _at(leaf, layer)
+        if block == 1:
+            return rows(leaf, start, size)
+        # The rows may begin and end inside of blocks: those that they touch, and then each row's own.
+        touched = min((size + block - 2) // block + 1, height)
+        first = jnp.minimum(start // block, height - touched)
+        own = (start + jnp.arange(size, dtype=jnp.int32)) // block - first
+        return rows(leaf, first, touched).at[own].get(mode="promise_in_bounds")
 
     if not isinstance(w, QTensor):
-        return rows(w, 1)
-    block = w.scheme.block[0]
+        return rows(w, start, size)
+    block = w.scheme.block
     return dataclasses.replace(
         w,
-        data=rows(w.data, 1),
-        scale=grid(w.scale, block),
-        zero_point=None if w.zero_point is None else grid(w.zero_point, block),
+        data=rows(w.data, start, size),
+        scale=grid(w.scale, block[0]),
+        zero_point=None if w.zero_point is None else grid(w.zero_point, block[0]),
         global_scale=None if w.global_scale is None else grid(w.global_scale, 1),
+        scheme=w.scheme if block[0] == -1 else w.scheme.replace(block=(1, block[1])),
     )
 
 

@@ -387,12 +387,27 @@ def test_a_linear_in_pieces_is_the_same(recipe, n, k, layers, monkeypatch):
     x = rng.standard_normal((9, k)).astype(np.float32)
     layer = None if layers is None else 1
     whole, expected = both(lambda i, x, w: jmoe.linear(x, w, layer=layer, implementation=i), x, w)
-    monkeypatch.setattr(xla, "_PIECE_BYTES", 64 * k * 4)
+    monkeypatch.setattr(xla, "_PIECE_BYTES", 128 * k * 4)
     pieces = jax.jit(lambda x, w: jmoe.linear(x, w, layer=layer, implementation="xla"))
     tiles = dict(jmoe.explain(pieces, x, w).entries[0][1].tiles)
     assert tiles["features"] == (n if recipe == "bf16" else 128)
     assert error(pieces(x, w), whole) <= 1e-6
     assert error(whole, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("layer", [None, 1])
+@pytest.mark.parametrize("rows", [5, 48, 100, 131, 290, 300])
+def test_pieces_may_begin_and_end_inside_of_blocks_of_scales(rows, layer, monkeypatch):
+    scheme = jmoe.Scheme(format="int8", block=(rows, 16), zero_point=True)
+    rng = np.random.default_rng(2)
+    w = jmoe.quantize(rng.standard_normal((300, 40) if layer is None else (2, 300, 40)).astype(np.float32), scheme)
+    x = rng.standard_normal((3, 40)).astype(np.float32)
+    whole = np.asarray(w.dequantize() if layer is None else w.dequantize()[layer], np.float64)
+    for most, features in ((128, 128), (96, 75), (1, 1)):
+        monkeypatch.setattr(xla, "_PIECE_BYTES", most * 40 * 4)
+        run = jax.jit(lambda x, w: jmoe.linear(x, w, layer=layer, implementation="xla"))
+        assert dict(jmoe.explain(run, x, w).entries[0][1].tiles)["features"] == features
+        assert error(run(x, w), x @ whole.T) <= 1e-6
 
 
 @pytest.mark.parametrize("device", ["cpu", "h100"])
@@ -401,7 +416,7 @@ def test_global_scales_of_rows_in_pieces(device, monkeypatch):
     shards = [(s * rng.standard_normal((150, 48))).astype(np.float32) for s in (1.0, 30.0)]
     w = jmoe.merge_shards([jmoe.quantize(shard, "nvfp4_w4a16") for shard in shards])
     assert w.global_scale.shape == (300, 1)
-    monkeypatch.setattr(xla, "_PIECE_BYTES", 64 * 48 * 4)
+    monkeypatch.setattr(xla, "_PIECE_BYTES", 128 * 48 * 4)
 
     def run(implementation, x, w):
         with jmoe.config(device=device):
@@ -516,7 +531,7 @@ def test_decoding_one_token_needs_one_expert_at_a_time():
 
 
 @pytest.mark.parametrize("layers", [None, 4])
-@pytest.mark.parametrize("recipe", ["int4", "fp8_block"])
+@pytest.mark.parametrize("recipe", ["int4", "fp8_block", "fp8_w8a16:block=1001x128", "fp8_w8a16:block=15000x128"])
 def test_memory_of_a_large_linear_is_a_piece(recipe, layers):
     n, k = 16384, 4096  # 256 MiB in float32
     shape = (n, k) if layers is None else (layers, n, k)
@@ -616,13 +631,18 @@ def test_notes_tell_of_dequantised_weights_and_meshes():
     assert "4096 rows at a time" in plan(linear).note
 
 
-def test_pieces_of_a_linear_split_no_block_of_scales():
+def test_pieces_of_a_linear_split_no_block_of_scales_if_these_fit():
     for block, expected in ((128, 7168), (96, 7296)):
         recipe = jmoe.recipe("fp8_w8a16", block=block)
         op = jmoe.OpSpec(op="linear", recipe=recipe, tokens=1, hidden=4096, features=28672)
         features = dict(plan(op).tiles)["features"]
         assert features == expected
         assert features % block == 0 and features * 4096 * 2 <= xla._PIECE_BYTES
+    for block in (1001, 28000):  # less than a block has to fit
+        op = op.replace(recipe=jmoe.recipe("fp8_w8a16", block=(block, 128)))
+        assert dict(plan(op).tiles)["features"] == 7168
+    wide = op.replace(hidden=2**20, features=100)  # a tile of 128 does not fit: 100 rows in four pieces of 32 at most
+    assert dict(plan(wide).tiles)["features"] == 25
     small = jmoe.OpSpec(op="linear", recipe=jmoe.recipe("int4"), tokens=1, hidden=64, features=100)
     assert dict(plan(small).tiles)["features"] == 100
 

@@ -301,7 +301,7 @@ def test_stacked_plain_weights_get_the_gradient_of_their_layer(implementation):
 @pytest.mark.parametrize("layer", [None, 1])
 def test_a_linear_in_pieces(layer, monkeypatch):
     w = jmoe.quantize(normal(8, *(() if layer is None else (2,)), 300, HIDDEN), "fp8_channel")
-    monkeypatch.setattr(xla, "_PIECE_BYTES", 64 * HIDDEN * 4)
+    monkeypatch.setattr(xla, "_PIECE_BYTES", 128 * HIDDEN * 4)
 
     target = normal(9, TOKENS, 300)
 
