@@ -64,11 +64,16 @@ def from_environment(environ: Mapping[str, str]) -> Settings:
 class Config:
     """``jmoe.config``: attributes read the settings in force, a call changes some for the time of a ``with`` block."""
 
-    def __init__(self, default: Settings) -> None:
+    def __init__(self, default: Settings, wrong: str = "") -> None:
+        """Starts from ``default``; where something is ``wrong`` with it, every use says so."""
         self._context = jax.make_user_context(default_value=default)
+        self._wrong = wrong
 
     @property
     def settings(self) -> Settings:
+        """The settings in force; raises ValueError where a variable of the environment has no such value."""
+        if self._wrong:
+            raise ValueError(self._wrong)
         return self._context.value
 
     def __getattr__(self, name: str) -> Any:
@@ -92,4 +97,12 @@ class Config:
             yield settings
 
 
-config = Config(from_environment(os.environ))
+def _of_process() -> Config:
+    """A wrong variable is told of at the first use, where the command line can say it in one line, not at import."""
+    try:
+        return Config(from_environment(os.environ))
+    except ValueError as error:
+        return Config(Settings(), wrong=str(error))
+
+
+config = _of_process()

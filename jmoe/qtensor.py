@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jmoe import numerics
+from jmoe.arguments import as_array, check_type, float_dtype
 from jmoe.numerics import INT4, INT4_OFFSET
 from jmoe.scheme import Scheme
 from pallas_kernels import bits
@@ -70,11 +71,15 @@ class QTensor:
           k: K, needed only for packed 4-bit data whose K is odd.
 
         Raises:
-          TypeError: a dtype that the scheme does not have.
+          TypeError: a dtype that the scheme does not have, or an argument of another kind.
           ValueError: a shape that does not fit the scheme, or a part missing or too many.
         """
-        data, scale = jnp.asarray(data), jnp.asarray(scale)
-        global_scale, zero_point = (None if x is None else jnp.asarray(x) for x in (global_scale, zero_point))
+        check_type("scheme", scheme, Scheme, "a Scheme; a recipe has one as its weight")
+        _check_input_scheme(input_scheme)
+        check_type("k", k, (int, type(None)), "an int or None")
+        data, scale = as_array("data", data), as_array("scale", scale)
+        global_scale = None if global_scale is None else as_array("global_scale", global_scale)
+        zero_point = None if zero_point is None else as_array("zero_point", zero_point)
         if data.ndim < 2:
             raise ValueError(f"data has shape {data.shape}, but a quantized array has at least two axes (..., N, K)")
         data, k = _as_storage(data, scheme, k)
@@ -137,7 +142,8 @@ class QTensor:
         return scale * self.global_scale
 
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> Array:
-        """The values (..., N, K), computed in float32 and cast once."""
+        """The values (..., N, K), computed in float32 and cast once to a floating point dtype."""
+        dtype = float_dtype("dtype", dtype)
         if self.layout != CANONICAL:
             raise ValueError(f"layout={self.layout.name!r}: dequantize reads the canonical layout; unpack first")
         n, k = self.shape[-2:]
@@ -150,6 +156,7 @@ class QTensor:
 
     def with_input_scheme(self, input_scheme: Scheme | None) -> "QTensor":
         """The same tensor, for operations that quantise the other operand so (None: not at all)."""
+        _check_input_scheme(input_scheme)
         return replace(self, input_scheme=input_scheme)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NoReturn:
@@ -202,6 +209,10 @@ def index_leading(tree: Any, index: Array | int) -> Any:
     return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False), tree)
 
 
+def _check_input_scheme(input_scheme: Any) -> None:
+    check_type("input_scheme", input_scheme, (Scheme, type(None)), "a Scheme or None; a recipe has one as its input")
+
+
 def _as_storage(data: Array, scheme: Scheme, k: int | None) -> tuple[Array, int]:
     """Codes in the storage dtype, and K."""
     fmt = scheme.fmt
@@ -219,7 +230,7 @@ def _as_storage(data: Array, scheme: Scheme, k: int | None) -> tuple[Array, int]
         )
     elif fmt.bits == 4:
         k = 2 * data.shape[-1] if k is None else k
-        if -(-k // 2) != data.shape[-1]:
+        if k < 0 or -(-k // 2) != data.shape[-1]:
             raise ValueError(f"k={k} does not fit rows of {data.shape[-1]} bytes of two 4-bit codes")
         return data, k
     if k is not None and k != data.shape[-1]:

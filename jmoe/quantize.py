@@ -8,7 +8,7 @@ power of two or to e4m3 or bfloat16, is rounded before the codes are computed.
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax import Array, lax
 from jax.experimental import checkify
 
 from jmoe import numerics
+from jmoe.arguments import as_array, check_type
 from jmoe.config import config
 from jmoe.numerics import INT4_OFFSET
 from jmoe.qtensor import QTensor, expand, scale_grid
@@ -63,7 +64,7 @@ def quantize(
       A QTensor of x's shape.
 
     Raises:
-      TypeError: ``x`` is not floating point.
+      TypeError: ``x`` is not floating point, or an argument is of another kind.
       ValueError: ``x`` has fewer than two axes, the recipe quantizes nothing, or ``scale`` is missing, not wanted or
         not a positive finite number.
     """
@@ -73,7 +74,9 @@ def quantize(
     scheme = how.weight if isinstance(how, Recipe) else how
     if not isinstance(scheme, Scheme):
         raise TypeError(f"how={how!r} must be a Recipe, a Scheme or a recipe's name")
-    x = jnp.asarray(x)
+    if isinstance(x, QTensor):
+        raise TypeError(f"x={x!r} is quantized already; requantize gives its values another scheme")
+    x = as_array("x", x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"x has dtype {x.dtype}, but only floating point arrays are quantized")
     if x.ndim < 2:
@@ -89,8 +92,9 @@ def quantize(
                 f"scale has shape {scale.shape}, but x of shape {x.shape} takes one that broadcasts to {rows}"
             )
         scale = scale.reshape((1,) * (x.ndim - scale.ndim) + scale.shape)
-    if not all(-x.ndim <= axis < x.ndim and axis % x.ndim < x.ndim - 2 for axis in shared):
-        raise ValueError(f"shared={tuple(shared)} must name leading axes of x, which has shape {x.shape}")
+    check_type("shared", shared, Sequence, "a sequence of axes")
+    if not all(type(axis) is int and -x.ndim <= axis < x.ndim and axis % x.ndim < x.ndim - 2 for axis in shared):
+        raise ValueError(f"shared={shared!r} must name leading axes of x, which has shape {x.shape}")
     quantized = _quantize(x, scale, scheme, tuple(sorted({axis % x.ndim for axis in shared})))
     return quantized.with_input_scheme(how.input) if isinstance(how, Recipe) else quantized
 
@@ -107,7 +111,10 @@ def check_static_scale(name: str, scale: Array | float) -> Array:
             good = jnp.all(jnp.isfinite(scale) & (scale >= _F32_TINY))
             checkify.check(good, f"{name} must be finite and positive")
         return scale
-    values = np.asarray(scale, np.float32)
+    try:
+        values = np.asarray(scale, np.float32)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be a number or an array of them ({error})") from error
     bad = values[~(np.isfinite(values) & (values >= _F32_TINY))]
     if bad.size:
         raise ValueError(f"{name} has the value {bad.flat[0]:g}, but a scale is finite and at least {_F32_TINY:g}")
@@ -161,7 +168,8 @@ def _block_max(x: Array, block: Block) -> Array:
     """max(0, x) over each block."""
     *batch, n, k = x.shape
     gn, gk = scale_grid((n, k), block)
-    bn, bk = (extent if b == -1 else b for extent, b in zip((n, k), block, strict=True))
+    # No more rows than there are, or a tensor smaller than its block would be padded to one.
+    bn, bk = (extent if b == -1 else min(b, max(extent, 1)) for extent, b in zip((n, k), block, strict=True))
     if (gn * bn, gk * bk) != (n, k):
         x = jnp.pad(x, [(0, 0)] * len(batch) + [(0, gn * bn - n), (0, gk * bk - k)])
     return jnp.max(x.reshape(*batch, gn, bn, gk, bk), axis=(-3, -1), initial=0)
@@ -267,9 +275,14 @@ def _nan_scale(dtype: jax.typing.DTypeLike) -> Array:
 
 def requantize(q: QTensor, how: Recipe | Scheme | str, *, scale: Array | float | None = None) -> QTensor:
     """The values of ``q`` quantized anew, codes included: what a change of scales needs (a lossy step in general)."""
+    _check_quantized("q", q)
     requantized = quantize(q.dequantize(), how, scale=scale)
     keep = isinstance(how, Scheme)
     return requantized.with_input_scheme(q.input_scheme) if keep else requantized
+
+
+def _check_quantized(name: str, value: Any) -> None:
+    check_type(name, value, QTensor, "a QTensor; quantize makes one of an array")
 
 
 def refine_blocks(q: QTensor, block: Block) -> QTensor:
@@ -282,6 +295,7 @@ def refine_blocks(q: QTensor, block: Block) -> QTensor:
     Raises:
       ValueError: a new block would straddle two of q's scales, or q is in a kernel's layout.
     """
+    _check_quantized("q", q)
     if q.layout != CANONICAL:
         raise ValueError(f"layout={q.layout.name!r}: blocks are refined in the canonical layout; unpack first")
     scheme = q.scheme.replace(block=block)
@@ -314,8 +328,11 @@ def merge_shards(shards: Sequence[QTensor]) -> QTensor:
     Raises:
       ValueError: no shards, or shards that differ in more than N (format, K, column blocks, batch axes).
     """
+    check_type("shards", shards, Sequence, "a sequence of QTensors")
     if not shards:
         raise ValueError("shards is empty; merging needs at least one")
+    for i, shard in enumerate(shards):
+        _check_quantized(f"shards[{i}]", shard)
     first = shards[0]
     if len(shards) == 1:
         return first

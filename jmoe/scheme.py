@@ -2,13 +2,20 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from jmoe.arguments import check_type
 from jmoe.numerics import FORMATS, SCALE_DTYPES, Format
 
 Block = tuple[int, int]
+
+
+def _is_extent(value: Any) -> bool:
+    """Whether it is an extent of a block: -1, or positive and no more than an array's extent can be."""
+    return type(value) is int and (value == -1 or 0 < value < 2**31)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,14 +45,15 @@ class Scheme:
     static: bool = False
 
     def __post_init__(self) -> None:
-        if self.format not in FORMATS:
+        if self.format not in tuple(FORMATS):
             raise ValueError(f"format={self.format!r} is unknown; known formats are {', '.join(FORMATS)}")
-        if self.scale_dtype not in SCALE_DTYPES:
+        if self.scale_dtype not in tuple(SCALE_DTYPES):
             raise ValueError(f"scale_dtype={self.scale_dtype!r} is unknown; it is one of {', '.join(SCALE_DTYPES)}")
         pair = isinstance(self.block, tuple) and len(self.block) == 2
-        if not pair or not all(type(b) is int and (b == -1 or b > 0) for b in self.block):
+        if not pair or not all(map(_is_extent, self.block)):
             raise ValueError(
-                f"block={self.block!r} must be two ints (rows, cols), each positive or -1 for the whole extent"
+                f"block={self.block!r} must be two ints (rows, cols), each positive or -1 for the whole extent, and "
+                "below 2^31"
             )
         for name in ("power_of_two", "zero_point", "static"):
             if not isinstance(getattr(self, name), bool):
@@ -119,6 +127,10 @@ class Recipe:
     input: Scheme | None = None
 
     def __post_init__(self) -> None:
+        check_type("name", self.name, str, "the recipe's name")
+        for operand in ("weight", "input"):
+            how = "a Scheme or None; jmoe.recipe makes a recipe from its name"
+            check_type(operand, getattr(self, operand), (Scheme, type(None)), how)
         if self.weight is None and self.input is not None:
             raise ValueError(f"recipe {self.name!r} quantizes the activation but not the weight")
         if self.weight is not None and self.weight.static:
@@ -163,8 +175,10 @@ def _fp8_w8a16(block: int | Block = 128, scale_dtype: str = "float32") -> tuple[
 
 
 def _int(fmt: str, group: int, zero_point: bool, scale_dtype: str) -> Scheme:
-    if type(group) is not int or (group != -1 and group <= 0):
-        raise ValueError(f"group={group!r} must be a positive int, or -1 for one group over the whole of K")
+    if not _is_extent(group):
+        raise ValueError(
+            f"group={group!r} must be a positive int, or -1 for one group over the whole of K, and below 2^31"
+        )
     return Scheme(format=fmt, block=(1, group), zero_point=zero_point, scale_dtype=scale_dtype)
 
 
@@ -237,13 +251,15 @@ def recipe(name: str, **options: Any) -> Recipe:
         (fp8_w8a16; a block is (rows, cols) or one number for both), ``scale_rounding`` (mxfp4*).
 
     Raises:
-      ValueError: an unknown name or option, or a value that the scheme does not allow.
+      ValueError: an unknown name or option, an option given twice in the text, or a value that the scheme does not
+        allow; TypeError: a name that is no string.
     """
+    check_type("name", name, str, "a recipe's name, such as 'int4:group=32'")
     base, _, text = name.partition(":")
     if base not in _RECIPES:
         raise ValueError(f"recipe {base!r} is unknown; known recipes are {', '.join(RECIPES)}")
     known = _options(base)
-    options = {**_parse(text), **options}
+    options = {**_parse(base, text), **options}
     for key in options:
         if key not in known:
             choice = f"its options are {', '.join(known)}" if known else "it has no options"
@@ -253,21 +269,26 @@ def recipe(name: str, **options: Any) -> Recipe:
     return Recipe(name=base + (":" + ",".join(changed) if changed else ""), weight=weight, input=input_scheme)
 
 
-def _parse(text: str) -> dict[str, Any]:
+def _parse(base: str, text: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for item in filter(None, text.split(",")):
-        key, has_value, value = item.partition("=")
-        options[key.strip()] = _value(value.strip()) if has_value else True
+        key, has_value, value = (part.strip() for part in item.partition("="))
+        if key in options:
+            raise ValueError(f"recipe {base!r} is given its option {key!r} twice, in {text!r}")
+        options[key] = _value(value) if has_value else True
     return options
+
+
+# Longer ones are no extents; Python refuses to read very long ones.
+_INT = r"-?[0-9]{1,18}"
 
 
 def _value(text: str) -> Any:
     if text in ("true", "True", "false", "False"):
         return text.lower() == "true"
-    rows, x, cols = text.partition("x")
-    if x and rows.lstrip("-").isdigit() and cols.lstrip("-").isdigit():
-        return int(rows), int(cols)
-    return int(text) if text.lstrip("-").isdigit() else text
+    if pair := re.fullmatch(f"({_INT})x({_INT})", text):
+        return int(pair[1]), int(pair[2])
+    return int(text) if re.fullmatch(_INT, text) else text
 
 
 def _text(value: Any) -> str:

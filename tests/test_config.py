@@ -1,4 +1,7 @@
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -95,6 +98,20 @@ def test_the_environment_sets_names():
     environ = {"JMOE_DEVICE": "h200", "JMOE_IMPLEMENTATION": "xla", "JMOE_OTHER": "1", "HOME": "/"}
     assert from_environment(environ) == Settings(device="h200", implementation="xla")
     assert from_environment({"JMOE_DEVICE": "", "JMOE_IMPLEMENTATION": ""}) == Settings()
+
+
+def test_a_wrong_environment_is_told_of_by_every_use_but_not_by_the_import():
+    program = (
+        "import jax, jmoe\n"
+        "for use in (lambda: jmoe.config.check, lambda: jmoe.linear(jax.numpy.ones((1, 2)), jax.numpy.ones((1, 2)))):\n"
+        "    try:\n        use()\n    except ValueError as error:\n        print(error)"
+    )
+    environ = {"JAX_PLATFORMS": "cpu", "JMOE_CHECK": "yes"}
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environ, cwd=root, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == 2 * "JMOE_CHECK='yes' must be 1, true, 0 or false\n"
 
 
 def test_a_config_starts_from_the_settings_it_is_given():

@@ -4,6 +4,7 @@ from types import ModuleType
 
 import jax
 
+from jmoe.arguments import check_type
 from jmoe.backends import reference, triton, xla
 from jmoe.backends.spec import Accumulation, Considered, DeviceSpec, OpSpec, Plan, Selection
 from jmoe.config import config
@@ -16,7 +17,10 @@ IMPLEMENTATIONS: dict[str, ModuleType] = {module.NAME: module for module in (tri
 def current_device() -> DeviceSpec:
     """The device to select for: ``jmoe.config.device``, else JAX's default device, else its first one."""
     if config.device is not None:
-        return as_device(config.device)
+        try:
+            return as_device(config.device)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"jmoe.config.device (or JMOE_DEVICE): {error}") from error
     default = getattr(jax.config, "jax_default_device", None)
     if default is None or isinstance(default, str):
         default = jax.devices(default)[0]
@@ -61,16 +65,21 @@ def select(
       The Selection; ``considered`` lists every implementation in order with the reason why not.
 
     Raises:
+      TypeError: ``op_spec`` is none, or ``device`` no device.
       ValueError: an unknown name.
       NotImplementedError: the one asked for cannot serve, with its reason.
       ExceptionGroup: none can serve; it holds every reason.
     """
+    check_type("op_spec", op_spec, OpSpec, "an OpSpec; jmoe.explain shows those of a function's calls")
     spec = as_device(device)
     if op_spec.accumulation is None:
         op_spec = op_spec.replace(accumulation=_accumulation(op_spec))
     asked = implementation if implementation is not None else config.implementation
-    if asked is not None and asked not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation={asked!r} is unknown; it is one of {', '.join(IMPLEMENTATIONS)}, or None")
+    if asked is not None and asked not in tuple(IMPLEMENTATIONS):
+        origin = "" if implementation is not None else "; it is set by jmoe.config or JMOE_IMPLEMENTATION"
+        raise ValueError(
+            f"implementation={asked!r} is unknown; it is one of {', '.join(IMPLEMENTATIONS)}, or None{origin}"
+        )
     plans: dict[str, Plan] = {}
     refusals: dict[str, NotImplementedError] = {}
     for name, module in IMPLEMENTATIONS.items():

@@ -7,17 +7,19 @@ import dataclasses
 import functools
 import os
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 from jax import Array
 
+from jmoe.arguments import check_type
 from jmoe.backends.activation import Activation, ActivationParams
 from jmoe.qtensor import QTensor
 from jmoe.scheme import Recipe
 from pallas_kernels.layouts import CANONICAL, Layout
 
 Accumulation = Literal["exact", "fast"]
+Op = Literal["linear", "moe", "batched_experts"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +53,7 @@ class OpSpec:
       batch_invariant: a row's bits may not depend on the number of rows.
     """
 
-    op: Literal["linear", "moe", "batched_experts"]
+    op: Op
     recipe: Recipe
     tokens: int
     hidden: int
@@ -74,6 +76,14 @@ class OpSpec:
     layout: Layout = CANONICAL
     mesh: tuple[tuple[str, int], ...] = ()
     batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        if self.op not in get_args(Op):
+            raise ValueError(f"op={self.op!r} must be one of {', '.join(get_args(Op))}")
+        check_type("recipe", self.recipe, Recipe, "a Recipe; jmoe.recipe makes one from its name")
+        check_type("second_recipe", self.second_recipe, (Recipe, type(None)), "a Recipe or None")
+        if self.accumulation not in (None, *get_args(Accumulation)):
+            raise ValueError(f"accumulation={self.accumulation!r} must be 'exact', 'fast' or None")
 
     def replace(self, **changes: Any) -> "OpSpec":
         return dataclasses.replace(self, **changes)
@@ -128,8 +138,9 @@ class DeviceSpec:
         """A known device, here or not; ``cpu`` is this machine's.
 
         Raises:
-          ValueError: an unknown name.
+          ValueError: an unknown name; TypeError: none.
         """
+        check_type("name", name, str, "the name of a device, such as 'h100'")
         key = name.lower().replace("-", "_")
         if key == "cpu":
             memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -141,6 +152,7 @@ class DeviceSpec:
     @classmethod
     def of(cls, device: jax.Device) -> "DeviceSpec":
         """The facts that a JAX device tells of itself; memory bandwidth from the table of known devices."""
+        check_type("device", device, jax.Device, "a JAX device")
         return _facts(device)
 
 

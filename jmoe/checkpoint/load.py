@@ -15,6 +15,7 @@ from jax import Array
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from jmoe.arguments import COMPUTE_DTYPES, float_dtype
 from jmoe.checkpoint import reader
 from jmoe.checkpoint.experts import expert_prefix
 from jmoe.checkpoint.methods import CheckpointError
@@ -80,10 +81,8 @@ def load_model(
       ValueError: a rule for a weight that the checkpoint has quantized otherwise, or with a given activation scale that
         the checkpoint has not; TypeError: a dtype that nothing is computed in.
     """
-    param_dtype = dtype if param_dtype is None else param_dtype
-    for name, value in (("dtype", dtype), ("param_dtype", param_dtype)):
-        if jnp.dtype(value) not in (jnp.bfloat16, jnp.float16, jnp.float32):
-            raise TypeError(f"{name}={jnp.dtype(value)} must be bfloat16, float16 or float32")
+    dtype = float_dtype("dtype", dtype, COMPUTE_DTYPES)
+    param_dtype = dtype if param_dtype is None else float_dtype("param_dtype", param_dtype, COMPUTE_DTYPES)
     with contextlib.ExitStack() as stack:
         checkpoint = path if isinstance(path, Checkpoint) else stack.enter_context(reader.open(path))
         model = _empty_model(checkpoint, dtype, param_dtype, rules or (), implementation)

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from jmoe.arguments import check_type
 from jmoe.checkpoint.experts import Experts, expert_prefix, experts_of, group_experts
 from jmoe.checkpoint.methods import CheckpointError, Method, method_for
 from jmoe.checkpoint.methods.base import present_leaves
@@ -48,7 +49,9 @@ def open(path: str | os.PathLike[str]) -> "Checkpoint":
       CheckpointError: no or a malformed config.json, a method that is not supported, or a configuration that says
         quantized where no tensor is, or the other way round.
       SafetensorsError: missing, truncated or malformed files, among them pickled ones.
+      TypeError: no path.
     """
+    check_type("path", path, (str, os.PathLike), "the path of a folder or file")
     path = Path(path)
     folder = path if path.is_dir() else path.parent
     files = open_safetensors(folder if path.name == CONFIG_FILE else path)
@@ -133,6 +136,9 @@ class Checkpoint:
           CheckpointError: no experts there, one or a projection of one missing, names of no known family, or a number
             other than the configuration's.
         """
+        check_type(
+            "prefix", prefix, str, "what comes before the experts' numbers, such as 'model.layers.0.mlp.experts'"
+        )
         if prefix not in self._experts:
             known = ", ".join(self.expert_prefixes[:3]) + (", ..." if len(self.expert_prefixes) > 3 else "")
             raise CheckpointError(

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jmoe.arguments import COMPUTE_DTYPES, check_type, float_dtype
 from jmoe.checkpoint.experts import Experts
 from jmoe.checkpoint.methods import CheckpointError, HostWeight
 from jmoe.checkpoint.methods.base import FLOAT_DTYPES, where
@@ -65,9 +66,10 @@ def load_linear(
     Raises:
       CheckpointError: tensors missing, of the wrong shape or dtype, a scale that is none, or modules that cannot be one
         weight: quantized and not, or in different ways.
+      TypeError: an argument of another kind, such as a path that was not opened.
     """
-    names = _as_names(names)
-    _check_dtype(dtype)
+    names = _as_names(checkpoint, names)
+    dtype = _as_dtype(dtype)
     shards = [_load_one(checkpoint, name, weight_only, dtype, device) for name in names]
     if len(shards) == 1:
         return shards[0]
@@ -83,15 +85,16 @@ def load_bias(
     """The bias (N,) that goes with ``load_linear`` of these modules; None if they have none.
 
     Raises:
-      CheckpointError: some have one and some do not, or a shape or dtype that no bias has.
+      CheckpointError: no such module, some have one and some do not, or a shape or dtype that no bias has.
     """
-    names = _as_names(names)
+    names = _as_names(checkpoint, names)
+    dtype = _as_dtype(dtype)
     parts = [_host_bias(checkpoint, name) for name in names]
     if all(part is None for part in parts):
         return None
     _require_all(checkpoint, "a bias", names, parts)
     joined = np.concatenate(cast(list[np.ndarray], parts))
-    return place_array("bias", joined if dtype is None else joined.astype(jnp.dtype(dtype)), device)
+    return place_array("bias", joined if dtype is None else joined.astype(dtype), device)
 
 
 def load_input_scale(checkpoint: Checkpoint, names: Names) -> Array | None:
@@ -99,7 +102,7 @@ def load_input_scale(checkpoint: Checkpoint, names: Names) -> Array | None:
 
     None where the activation's scale is measured, or the activation is not quantized.
     """
-    names = _as_names(names)
+    names = _as_names(checkpoint, names)
     scales = [checkpoint.method.load_input_scale(checkpoint, name) for name in names]
     if all(scale is None for scale in scales):
         return None
@@ -131,14 +134,14 @@ def load_experts(
     Raises:
       CheckpointError: as for ``load_linear``; no experts there, one missing, or experts that differ in shape or format.
     """
-    experts = checkpoint.experts(prefix)
+    dtype = _as_dtype(dtype)
+    experts = _experts(checkpoint, prefix)
     up, down = (experts.module(0, projection) for projection in (experts.names.up, experts.names.down))
     if checkpoint.shape_for(down) != checkpoint.shape_for(up)[::-1]:
         raise CheckpointError(
             f"{_where(checkpoint, down)} has shape {checkpoint.shape_for(down)}, expected "
             f"{checkpoint.shape_for(up)[::-1]} to match {up!r} of shape {checkpoint.shape_for(up)}"
         )
-    _check_dtype(dtype)
     w13 = _load_stack(checkpoint, experts, "w13", weight_only, dtype, device)
     return w13, _load_stack(checkpoint, experts, "w2", weight_only, dtype, device)
 
@@ -147,7 +150,8 @@ def load_expert_biases(
     checkpoint: Checkpoint, prefix: str, *, dtype: jax.typing.DTypeLike | None = None, device: Device = None
 ) -> tuple[Array | None, Array | None]:
     """The biases b13 (E, halves, I) and b2 (E, H) of the experts of a layer; None where they have none."""
-    experts = checkpoint.experts(prefix)
+    dtype = _as_dtype(dtype)
+    experts = _experts(checkpoint, prefix)
 
     def stack(name: str, projections: Sequence[str]) -> Array | None:
         modules = _modules(experts, projections)
@@ -159,7 +163,7 @@ def load_expert_biases(
         stacked = np.stack(cast(list[np.ndarray], parts))
         if name == "b13":
             stacked = stacked.reshape(experts.count, len(projections), -1)
-        return place_array(name, stacked if dtype is None else stacked.astype(jnp.dtype(dtype)), device)
+        return place_array(name, stacked if dtype is None else stacked.astype(dtype), device)
 
     return stack("b13", experts.names.halves), stack("b2", (experts.names.down,))
 
@@ -170,7 +174,7 @@ def load_expert_scales(checkpoint: Checkpoint, prefix: str) -> tuple[Array | Non
     The first product's x is quantised once, with the largest scale of all experts and halves; the second product's
     input belongs to one expert and keeps its own. None where scales are measured.
     """
-    experts = checkpoint.experts(prefix)
+    experts = _experts(checkpoint, prefix)
     input_scale = load_input_scale(checkpoint, _modules(experts, experts.names.halves))
     down = _modules(experts, (experts.names.down,))
     scales = [checkpoint.method.load_input_scale(checkpoint, module) for module in down]
@@ -180,21 +184,34 @@ def load_expert_scales(checkpoint: Checkpoint, prefix: str) -> tuple[Array | Non
     return input_scale, jnp.asarray(np.stack(cast(list[np.float32], scales)))
 
 
-def _as_names(names: Names) -> list[str]:
-    names = [names] if isinstance(names, str) else list(names)
-    if not names or not all(isinstance(name, str) for name in names):
+def _check_open(checkpoint: Checkpoint) -> None:
+    check_type("checkpoint", checkpoint, Checkpoint, "what jmoe.checkpoint.open makes of a path")
+
+
+def _as_names(checkpoint: Checkpoint, names: Names) -> list[str]:
+    """The names of one or more modules that there are."""
+    _check_open(checkpoint)
+    found = [names] if isinstance(names, str) else list(names) if isinstance(names, Sequence) else []
+    if not found or not all(isinstance(name, str) for name in found):
         raise TypeError(f"names={names!r} must be the name of a module or a sequence of such names")
-    return names
+    for name in found:
+        if name not in checkpoint.leaves:
+            raise CheckpointError(f"{checkpoint.path}: has no tensor of a module {name!r}")
+    return found
+
+
+def _experts(checkpoint: Checkpoint, prefix: str) -> Experts:
+    _check_open(checkpoint)
+    return checkpoint.experts(prefix)
 
 
 def _modules(experts: Experts, projections: Sequence[str]) -> list[str]:
     return [experts.module(e, projection) for e in range(experts.count) for projection in projections]
 
 
-def _check_dtype(dtype: jax.typing.DTypeLike | None) -> None:
-    """Raises TypeError unless a plain weight can be held in ``dtype``."""
-    if dtype is not None and jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        raise TypeError(f"dtype={jnp.dtype(dtype)} must be bfloat16, float16 or float32")
+def _as_dtype(dtype: jax.typing.DTypeLike | None) -> np.dtype | None:
+    """A dtype that a plain weight can be held in, or None."""
+    return None if dtype is None else float_dtype("dtype", dtype, COMPUTE_DTYPES)
 
 
 def host_tensor(checkpoint: Checkpoint, name: str, dtype: jax.typing.DTypeLike | None = None) -> np.ndarray:
@@ -225,8 +242,6 @@ def _host_bias(checkpoint: Checkpoint, module: str) -> np.ndarray | None:
 
 def _host_weight(checkpoint: Checkpoint, module: str, weight_only: bool) -> HostWeight:
     """A module's weight (N, K), whose leaves may be views of the file."""
-    if module not in checkpoint.leaves:
-        raise CheckpointError(f"{checkpoint.path}: has no tensor of a module {module!r}")
     weight = checkpoint.method.load_weight(checkpoint, module)
     if weight.ndim != 2:
         raise CheckpointError(
@@ -238,11 +253,11 @@ def _host_weight(checkpoint: Checkpoint, module: str, weight_only: bool) -> Host
 
 
 def _load_one(
-    checkpoint: Checkpoint, module: str, weight_only: bool, dtype: jax.typing.DTypeLike | None, device: Device
+    checkpoint: Checkpoint, module: str, weight_only: bool, dtype: np.dtype | None, device: Device
 ) -> QTensor | Array:
     host = _host_weight(checkpoint, module, weight_only)
     structure, parts = _take_apart("weight", host)
-    plain = None if isinstance(host, QTensor) or dtype is None else jnp.dtype(dtype)
+    plain = None if isinstance(host, QTensor) else dtype
     placed = [place_array(name, np.array(leaf, plain or leaf.dtype), device) for name, leaf in parts]
     checkpoint.release_module(module)
     return jax.tree.unflatten(structure, placed)
@@ -253,7 +268,7 @@ def _load_stack(
     experts: Experts,
     name: str,
     weight_only: bool,
-    dtype: jax.typing.DTypeLike | None,
+    dtype: np.dtype | None,
     device: Device,
 ) -> QTensor | Array:
     """``w13`` or ``w2`` of all experts, stacked on leading axes."""
@@ -261,7 +276,7 @@ def _load_stack(
     lead = (experts.count, len(projections)) if name == "w13" else (experts.count,)
     modules = _modules(experts, projections)
     first = _host_weight(checkpoint, modules[0], weight_only)
-    plain = None if isinstance(first, QTensor) or dtype is None else jnp.dtype(dtype)
+    plain = None if isinstance(first, QTensor) else dtype
     structure, parts = _take_apart(name, first)
     buffers = [(part, np.empty((len(modules), *leaf.shape), plain or leaf.dtype)) for part, leaf in parts]
     for i, module in enumerate(modules):

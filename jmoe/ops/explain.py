@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from jmoe.arguments import type_of
 from jmoe.backends.select import as_device
 from jmoe.backends.spec import DeviceSpec, OpSpec, Selection
 from jmoe.config import config
@@ -19,6 +20,13 @@ class Recorder:
 
     def add(self, op: OpSpec, selection: Selection) -> None:
         self.entries.append((op, selection))
+
+    def replace(self, op: OpSpec, by: OpSpec, selection: Selection) -> None:
+        """What ``op``, last recorded, turned out to be a part of: the whole batch of ``jax.vmap``."""
+        for i, (recorded, _) in reversed(list(enumerate(self.entries))):
+            if recorded == op:
+                self.entries[i] = (by, selection)
+                return
 
 
 @dataclass(frozen=True)
@@ -76,8 +84,11 @@ def explain(
       An Explanation; print it.
 
     Raises:
+      TypeError: ``fn`` is no function.
       Whatever the operations raise, such as NotImplementedError where an implementation asked for cannot serve.
     """
+    if not callable(fn):
+        raise TypeError(f"fn is {type_of(fn)}, but it is a function")
     recorder, spec = Recorder(), as_device(device)
     with config(recorder=recorder, device=spec):
         jax.eval_shape(fn, *args, **kwargs)

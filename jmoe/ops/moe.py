@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jmoe.arguments import as_array
 from jmoe.backends.activation import Activation, ActivationParams, as_activation
 from jmoe.backends.spec import Accumulation, BatchedArgs, MoEArgs, OpSpec
 from jmoe.ops import validate as v
@@ -78,7 +79,7 @@ def fused_moe(
     if topk_ids.ndim != len(lead) + 1 or topk_ids.shape[:-1] != lead:
         raise ValueError(f"topk_ids has shape {topk_ids.shape}, but x has tokens of shape {lead}: it is {(*lead, 'k')}")
     k = topk_ids.shape[-1]
-    topk_weights = v.as_array("topk_weights", topk_weights)
+    topk_weights = as_array("topk_weights", topk_weights)
     if not jnp.issubdtype(topk_weights.dtype, jnp.floating):
         raise TypeError(f"topk_weights has dtype {topk_weights.dtype}, but router weights are floating point")
     v.check_shape("topk_weights", topk_weights, (*lead, k), "topk_ids' shape")

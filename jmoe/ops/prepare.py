@@ -1,14 +1,15 @@
 """``prepare``: a weight in the arrangement that the kernels of a device want."""
 
 import math
-from typing import Literal
+from typing import get_args
 
 import jax
 from jax import Array
 
+from jmoe.arguments import type_of
 from jmoe.backends.activation import swiglu
 from jmoe.backends.select import select
-from jmoe.backends.spec import DeviceSpec, OpSpec
+from jmoe.backends.spec import DeviceSpec, Op, OpSpec
 from jmoe.config import config
 from jmoe.qtensor import QTensor
 from jmoe.scheme import recipe_of
@@ -17,7 +18,7 @@ from jmoe.scheme import recipe_of
 def prepare(
     w: QTensor | Array,
     *,
-    op: OpSpec | Literal["linear", "moe", "batched_experts"],
+    op: OpSpec | Op,
     device: DeviceSpec | jax.Device | str | None = None,
 ) -> QTensor | Array:
     """``w`` in the layout that the implementation chosen for it reads without repacking; plain arrays stay.
@@ -34,9 +35,15 @@ def prepare(
       The same values.
 
     Raises:
-      ValueError: ``w`` is in a layout already, and another one is wanted.
+      ValueError: ``w`` is in a layout already, and another one is wanted, or an operation that there is not.
+      TypeError: ``w`` is no weight.
+      Whatever ``jmoe.select`` raises, where nothing serves such a weight.
     """
+    if not isinstance(op, OpSpec) and op not in get_args(Op):
+        raise ValueError(f"op={op!r} must be 'linear', 'moe', 'batched_experts' or an OpSpec")
     if not isinstance(w, QTensor):
+        if not hasattr(w, "shape"):
+            raise TypeError(f"w is {type_of(w)}, but a weight is a QTensor or an array")
         return w
     spec = op if isinstance(op, OpSpec) else _typical(w, op)
     wanted = select(spec.replace(layout=w.layout), device).layout
@@ -48,14 +55,12 @@ def prepare(
     return w
 
 
-def _typical(w: QTensor, op: Literal["linear", "moe", "batched_experts"]) -> OpSpec:
+def _typical(w: QTensor, op: Op) -> OpSpec:
     """An operation of that kind on such a weight; the layout depends on recipe and device only."""
     n, k = w.shape[-2:]
     recipe = recipe_of(w.scheme, w.input_scheme)
     if op == "linear":
         return OpSpec(op=op, recipe=recipe, tokens=1, hidden=k, features=n, batch_invariant=config.batch_invariant)
-    if op not in ("moe", "batched_experts"):
-        raise ValueError(f"op={op!r} must be 'linear', 'moe', 'batched_experts' or an OpSpec")
     experts = max(math.prod(w.shape[:-2]), 1)
     return OpSpec(
         op=op,

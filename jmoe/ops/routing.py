@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jmoe.ops.validate import as_array, check_shape
+from jmoe.arguments import as_array
+from jmoe.ops.validate import check_shape
 
 
 class Routed(NamedTuple):

@@ -6,12 +6,12 @@ Whatever ``jnp.asarray`` takes is taken for an array.
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.experimental import checkify
 
+from jmoe.arguments import COMPUTE_DTYPES, as_array, type_of
 from jmoe.backends.activation import Activation, ActivationParams
 from jmoe.backends.spec import Accumulation
 from jmoe.config import config
@@ -19,23 +19,11 @@ from jmoe.qtensor import QTensor
 from jmoe.quantize import check_static_scale
 from jmoe.scheme import Recipe, Scheme, as_recipe, recipe_of
 
-_FLOATS = ("bfloat16", "float16", "float32")
-
-
-def as_array(name: str, value: Any) -> Array:
-    """``value`` as an array; a TypeError names what is none."""
-    if isinstance(value, jax.Array):
-        return value
-    try:
-        return jnp.asarray(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise TypeError(f"{name} is {_type_of(value)}, but it is an array ({error})") from error
-
 
 def as_floats(name: str, value: Any) -> Array:
     """A bfloat16, float16 or float32 array."""
     array = as_array(name, value)
-    if array.dtype.name not in _FLOATS:
+    if array.dtype.name not in COMPUTE_DTYPES:
         raise TypeError(f"{name} has dtype {array.dtype}, but it is bfloat16, float16 or float32")
     return array
 
@@ -64,7 +52,7 @@ def as_weight(name: str, w: Any, axes: str, layer: Any, hint: str = "") -> Array
     """A weight of those axes, with one more of layers in front where ``layer`` is given."""
     if not isinstance(w, QTensor):
         w = as_array(name, w)
-        if w.dtype.name not in _FLOATS:
+        if w.dtype.name not in COMPUTE_DTYPES:
             raise TypeError(
                 f"{name} has dtype {w.dtype}, but a plain weight is bfloat16, float16 or float32, "
                 "and a quantized one is a QTensor"
@@ -111,7 +99,7 @@ def as_activation_params(
     if params is None:
         return None
     if not isinstance(params, ActivationParams):
-        raise TypeError(f"activation_params is {_type_of(params)}, but it is an ActivationParams")
+        raise TypeError(f"activation_params is {type_of(params)}, but it is an ActivationParams")
     if activation.name != "swiglu" or halves == 1:
         raise ValueError(f"activation_params go with a gated swiglu, not with {activation} on {halves} half(s) of w13")
     given = {}
@@ -192,7 +180,7 @@ def dtypes(x: Array | QTensor, preferred: Any) -> tuple[str, str]:
             out = jnp.dtype(preferred).name
         except TypeError as error:
             raise TypeError(f"preferred_element_type={preferred!r} is no dtype") from error
-        if out not in _FLOATS:
+        if out not in COMPUTE_DTYPES:
             raise TypeError(f"preferred_element_type={out} must be bfloat16, float16 or float32")
     return (out if isinstance(x, QTensor) else x.dtype.name), out
 
@@ -232,10 +220,6 @@ def _is_on_host(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_on_host, value)) and len({np.shape(v) for v in value}) <= 1
     return isinstance(value, (int, float, np.ndarray, np.generic))
-
-
-def _type_of(value: Any) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _count(axes: str) -> int:

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 from jax import Array
 
+from jmoe.arguments import check_type
 from jmoe.checkpoint.safetensors import TensorInfo
 from jmoe.qtensor import QTensor, scale_grid
 from jmoe.scheme import Recipe, Scheme
@@ -111,8 +112,9 @@ def register(name: str) -> Callable[[_M], _M]:
     """Class decorator that enters a method under its ``quant_method`` name.
 
     Raises:
-      ValueError: the name is taken.
+      ValueError: the name is taken; TypeError: it is none.
     """
+    check_type("name", name, str, "what quant_method is in a checkpoint")
 
     def enter(cls: _M) -> _M:
         if name in _REGISTRY:
