@@ -132,7 +132,8 @@ def test_it_is_the_reference(case, routing, compiled):
     if not ((ids >= 0) & (ids < case.experts)).any():
         pytest.skip("no token has an expert, so there is nothing to compare")
     found = {name: float(value) for name, value in compiled[case](jax.random.key(case.tokens), ids).items()}
-    assert found["reference"] < case.bar
+    # Where all of a token's slots have one expert they err alike, and their sum does not average the errors.
+    assert found["reference"] < case.bar * (1.25 if routing == "one expert" and case.top_k > 1 else 1)
     assert found["truth"] < 1.05 * found["of_reference"] + 1e-3
 
 

@@ -135,7 +135,7 @@ def input_scheme(w: QTensor | jax.Array) -> InputScheme | None:
     return InputScheme(scale=kind, group=max(scheme.block[1], 1), power_of_two=scheme.power_of_two)
 
 
-def arrays(layer: Layer, **more: Any) -> Experts:
+def arrays(layer: Layer, /, **more: Any) -> Experts:
     """The layer's arrays as the kernels take them."""
     parts = {}
     for name in ("w13", "w2"):
