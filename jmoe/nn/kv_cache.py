@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import checkify
 
+from jmoe.arguments import COMPUTE_DTYPES, float_dtype
 from jmoe.config import config
+from jmoe.nn import options
 
 
 @jax.tree_util.register_dataclass
@@ -38,11 +40,16 @@ class KVCache:
         """An empty cache for ``max_len`` tokens.
 
         Raises:
-          TypeError: a dtype that is neither bfloat16, float16 nor float32.
+          TypeError: a dtype that is neither bfloat16, float16 nor float32, or an extent that is no integer;
+          ValueError: one that is negative, or no heads.
         """
-        if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16, jnp.float32):
-            raise TypeError(f"dtype={jnp.dtype(dtype)} must be bfloat16, float16 or float32")
-        shape = (batch, max_len, heads, head_dim)
+        dtype = float_dtype("dtype", dtype, COMPUTE_DTYPES)
+        shape = (
+            options.extent("batch", batch, least=0),
+            options.extent("max_len", max_len, least=0),
+            options.extent("heads", heads),
+            options.extent("head_dim", head_dim),
+        )
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))
 
     @property

@@ -10,8 +10,9 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jmoe import ops
+from jmoe.arguments import COMPUTE_DTYPES, float_dtype
 from jmoe.backends.activation import Activation
-from jmoe.nn import mesh, param
+from jmoe.nn import mesh, options, param
 from jmoe.nn.param import AxisName
 from jmoe.qtensor import QTensor
 from jmoe.quantize import quantize
@@ -61,6 +62,10 @@ class Linear(nnx.Module):
         a name needs a mesh in force (``jax.set_mesh``) or ``nnx.use_eager_sharding(False)``.
       implementation: taken by name (default: the selector's choice).
       rngs: rng key; None leaves weight and bias zero, to be filled.
+
+    Raises:
+      ValueError: features that are not positive, an activation, recipe or implementation that is not known;
+      TypeError: a dtype that nothing is computed in.
     """
 
     weight_names = ("weight",)
@@ -86,12 +91,15 @@ class Linear(nnx.Module):
         implementation: str | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> None:
-        self.in_features = in_features
-        self.out_features = out_features
+        self.in_features = options.extent("in_features", in_features)
+        self.out_features = options.extent("out_features", out_features)
+        options.check_activation(activation, 1)
         self.activation = activation
-        self.dtype = None if dtype is None else jnp.dtype(dtype)
-        self.preferred_element_type = None if preferred_element_type is None else jnp.dtype(preferred_element_type)
+        self.dtype = options.optional_dtype("dtype", dtype)
+        self.preferred_element_type = options.optional_dtype("preferred_element_type", preferred_element_type)
+        param_dtype = float_dtype("param_dtype", param_dtype, COMPUTE_DTYPES)
         self.sharding = param.checked_axes("sharding", sharding, ("out", "in"))
+        options.check_implementation(implementation)
         self.implementation = implementation
         self.layer = nnx.data(None)
         how = as_recipe(recipe)
@@ -101,10 +109,8 @@ class Linear(nnx.Module):
         else:
             weight = nnx.initializers.lecun_normal(in_axis=-1, out_axis=-2)(rngs.params(), shape, param_dtype)
             weight = weight if how.weight is None else quantize(weight, how)
-        param.set_weight(self, "weight", weight, self.sharding)
-        self.weight_input_scale = nnx.data(None)
-        if how.input is not None and how.input.static:
-            param.set_input_scale(self, "weight", 1.0, [()])
+        static = how.input is not None and how.input.static
+        param.set_weight(self, "weight", weight, self.sharding, input_scale=1.0 if static else None, scale_shapes=[()])
         self.bias = nnx.data(None)
         if use_bias:
             self.set_bias(jnp.zeros((out_features,), param_dtype))
@@ -117,21 +123,21 @@ class Linear(nnx.Module):
         *,
         recipe: Recipe | str = "bf16",
         input_scale: Array | float | None = None,
-        **options: Any,
+        **others: Any,
     ) -> Self:
         """A layer from a dense weight (N, K) = (out, in), quantized here.
 
         Args:
           weight: float (N, K).
           bias: (N,).
-          recipe: as for the class; "bf16" takes the weight as it is, whatever its dtype.
+          recipe: as for the class; "bf16" takes the weight as it is, also in float16 or float32.
           input_scale: float32 (), where the recipe's activation scale is a given one.
-          **options: activation, dtype, preferred_element_type, sharding, implementation: as for the class.
+          **others: as for ``from_quantized``.
         """
         how = as_recipe(recipe)
-        weight = jnp.asarray(weight)
+        weight = param.checked_weight("weight", weight)
         return cls.from_quantized(
-            weight if how.weight is None else quantize(weight, how), bias, input_scale=input_scale, **options
+            weight if how.weight is None else quantize(weight, how), bias, input_scale=input_scale, **others
         )
 
     @classmethod
@@ -141,7 +147,7 @@ class Linear(nnx.Module):
         bias: Array | None = None,
         *,
         input_scale: Array | float | None = None,
-        **options: Any,
+        **others: Any,
     ) -> Self:
         """A layer from a weight as it is, a QTensor (N, K) or a plain array.
 
@@ -149,15 +155,19 @@ class Linear(nnx.Module):
           weight: QTensor (N, K); its ``input_scheme`` says how x is quantised.
           bias: (N,).
           input_scale: float32 (), where that scheme is static.
-          **options: as for ``from_dense``.
+          **others: use_bias (zeros, of ``param_dtype``, where ``bias`` is not given), param_dtype, activation, dtype,
+            preferred_element_type, sharding, implementation: as for the class.
         """
+        options.refuse(others, ("recipe", "rngs"), "the weight that is given decides")
+        weight = param.checked_weight("weight", weight)
         if len(weight.shape) < 2:
             raise ValueError(f"weight has shape {tuple(weight.shape)}, but it is (out, in)")
         out_features, in_features = weight.shape[-2:]
-        layer = nnx.eval_shape(lambda: cls(in_features, out_features, **options))
+        layer = nnx.eval_shape(lambda: cls(in_features, out_features, **others))
         layer.set_weight(weight, input_scale=input_scale)
-        if bias is not None:
-            layer.set_bias(bias)
+        if bias is None and layer.bias is not None:
+            bias = jnp.zeros((*weight.shape[:-2], out_features), layer.bias.get_raw_value().dtype)
+        layer.set_bias(bias)
         return layer
 
     @property
@@ -179,20 +189,22 @@ class Linear(nnx.Module):
             that is there.
 
         Raises:
-          ValueError: N or K differ, or an input scale is missing, not wanted, or no scale.
+          ValueError: N or K differ, or an input scale is missing, not wanted, or no scale. The layer is as it was then.
         """
+        weight = param.checked_weight("weight", weight)
         expected = (self.out_features, self.in_features)
         if tuple(weight.shape[-2:]) != expected:
             raise ValueError(f"weight has shape {tuple(weight.shape)}, but this layer's is (out, in) = {expected}")
-        param.set_weight(self, "weight", weight, self.sharding)
-        param.set_input_scale(self, "weight", input_scale, [tuple(weight.shape[:-2])])
+        shapes = [tuple(weight.shape[:-2])]
+        param.set_weight(self, "weight", weight, self.sharding, input_scale=input_scale, scale_shapes=shapes)
 
     def set_bias(self, bias: Array | None) -> None:
         """Replaces the bias (..., N), or removes it."""
         if bias is None:
             self.bias = nnx.data(None)
             return
-        if bias.shape[-1] != self.out_features:
+        bias = param.checked_bias("bias", bias)
+        if bias.ndim < 1 or bias.shape[-1] != self.out_features:
             raise ValueError(f"bias has shape {tuple(bias.shape)}, but this layer has {self.out_features} features")
         axes = self.sharding[:-1]
         self.bias = param.variable(nnx.Param, bias, (*(None,) * (bias.ndim - len(axes)), *axes))

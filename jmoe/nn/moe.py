@@ -5,14 +5,16 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from jmoe import ops
+from jmoe.arguments import COMPUTE_DTYPES, as_array, check_type, float_dtype
 from jmoe.backends.activation import Activation
 from jmoe.nn import experts as ex
-from jmoe.nn import mesh, param
+from jmoe.nn import mesh, options, param
 from jmoe.nn.param import AxisName
 from jmoe.ops import Routed, Routing
 from jmoe.qtensor import QTensor
@@ -110,21 +112,29 @@ class FusedMoE(nnx.Module):
         implementation: str | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> None:
+        check_type("routing", routing, Routing, "a jmoe.Routing")
+        num_experts = options.extent("num_experts", num_experts)
         routing.check_experts(num_experts + routing.n_identity)
         if shared_gate and shared is None:
             raise ValueError("shared_gate=True gates a shared expert, but shared is None")
-        local = num_experts if num_local_experts is None else num_local_experts
+        local = num_experts
+        if num_local_experts is not None:
+            local = options.extent("num_local_experts", num_local_experts, least=0)  # a rank may hold none
         if local != num_experts and expert_map is None:
             raise ValueError(f"num_local_experts={local} of {num_experts} needs an expert_map")
-        self.hidden_size = hidden_size
-        self.intermediate_size = intermediate_size
+        param_dtype = float_dtype("param_dtype", param_dtype, COMPUTE_DTYPES)
+        router_dtype = float_dtype("router_dtype", router_dtype)
+        self.hidden_size = options.extent("hidden_size", hidden_size)
+        self.intermediate_size = options.extent("intermediate_size", intermediate_size)
         self.num_experts = num_experts
         self.num_local_experts = local
         self.routing = routing
+        options.check_activation(activation, 2 if gated else 1)
         self.activation = activation
         self.gated = gated
-        self.dtype = None if dtype is None else jnp.dtype(dtype)
+        self.dtype = options.optional_dtype("dtype", dtype)
         self.sharding = param.checked_axes("sharding", sharding, ("experts", "intermediate", "hidden"))
+        options.check_implementation(implementation)
         self.implementation = implementation
         self.layer = nnx.data(None)
         self.shared = nnx.data(shared)
@@ -154,7 +164,7 @@ class FusedMoE(nnx.Module):
         self.shared_gate_weight = nnx.data(nnx.Param(jnp.zeros((1, hidden_size), param_dtype)) if shared_gate else None)
         self.expert_map = nnx.data(None)
         if expert_map is not None:
-            self.expert_map = nnx.Variable(checked_map(expert_map, num_experts))
+            self.expert_map = nnx.Variable(checked_map(expert_map, num_experts, local))
 
     def _init_weight(
         self,
@@ -170,11 +180,10 @@ class FusedMoE(nnx.Module):
             batch = tuple(range(len(shape) - 2))
             init = nnx.initializers.lecun_normal(in_axis=-1, out_axis=-2, batch_axis=batch)
             weight = ex.quantize_experts(init(rngs.params(), shape, dtype), recipe, first=name == "w13")
-        param.set_weight(self, name, weight, self._axes(name))
-        setattr(self, param.input_scale_name(name), nnx.data(None))
+        scale, scale_shape = None, () if name == "w13" else (self.num_local_experts,)
         if recipe.input is not None and recipe.input.static:
-            shape = () if name == "w13" else (self.num_local_experts,)
-            param.set_input_scale(self, name, jnp.ones(shape, jnp.float32), [shape])
+            scale = jnp.ones(scale_shape, jnp.float32)
+        param.set_weight(self, name, weight, self._axes(name), input_scale=scale, scale_shapes=[scale_shape])
 
     def _axes(self, name: str) -> tuple[AxisName, ...]:
         experts, intermediate, hidden = self.sharding
@@ -193,7 +202,7 @@ class FusedMoE(nnx.Module):
         gated: bool = True,
         b13: Array | tuple[Array, Array] | None = None,
         b2: Array | None = None,
-        **options: Any,
+        **others: Any,
     ) -> Self:
         """A layer from dense weights, quantized here, one expert at a time.
 
@@ -204,12 +213,12 @@ class FusedMoE(nnx.Module):
           w2: float (E, H, I); with ``layout="in_out"`` (E, I, H).
           routing: how the router decides.
           router_weight: (experts, H) in either layout.
-          recipe: as for the class; "bf16" takes the weights as they are, whatever their dtype.
+          recipe: as for the class; "bf16" takes the weights as they are, also in float16 or float32.
           layout: "out_in", as checkpoints of PyTorch modules have it (y = x w^T), or "in_out" (y = x w).
           gated: whether w13 has gate and up.
           b13: (E, 2, I), (E, 2I) or a pair of (E, I); ungated (E, I) or (E, 1, I).
           b2: (E, H).
-          **options: as for ``from_quantized``.
+          **others: as for ``from_quantized``.
 
         Raises:
           ValueError: shapes that do not fit each other, or an unknown layout.
@@ -222,7 +231,7 @@ class FusedMoE(nnx.Module):
             router_weight=router_weight,
             b13=None if b13 is None else ex.first_bias(b13, gated=gated),
             b2=b2,
-            **options,
+            **others,
         )
 
     @classmethod
@@ -241,7 +250,7 @@ class FusedMoE(nnx.Module):
         intermediate_scale: Array | float | None = None,
         shared: nnx.Module | None = None,
         shared_gate_weight: Array | None = None,
-        **options: Any,
+        **others: Any,
     ) -> Self:
         """A layer from weights as they are, QTensors or plain arrays.
 
@@ -257,8 +266,19 @@ class FusedMoE(nnx.Module):
           intermediate_scale: float32 () or (E,), where w2's is.
           shared: the shared expert, a module x -> y.
           shared_gate_weight: (H,) or (1, H), its gate.
-          **options: activation, expert_map, dtype, sharding, implementation: as for the class.
+          **others: use_bias (zeros where b13 and b2 are not given), activation, expert_map, dtype, param_dtype,
+            sharding, implementation: as for the class.
+
+        Raises:
+          ValueError: shapes that do not fit each other; TypeError: dtypes, or an option that the weights decide.
         """
+        check_type("routing", routing, Routing, "a jmoe.Routing")
+        decided = ("recipe", "rngs", "router_dtype", "shared_gate", "gated", "num_local_experts")
+        options.refuse(others, decided, "the arrays that are given decide")
+        w13, w2 = param.checked_weight("w13", w13), param.checked_weight("w2", w2)
+        router_weight = _checked_float("router_weight", router_weight)
+        if router_weight.ndim != 2:
+            raise ValueError(f"router_weight has shape {router_weight.shape}, but it is (experts, H)")
         if len(w13.shape) != 4 or w13.shape[1] not in (1, 2):
             raise ValueError(f"w13 has shape {tuple(w13.shape)}, but it is (E, 2, I, H), or (E, 1, I, H) ungated")
         local, halves, intermediate, hidden = w13.shape
@@ -271,27 +291,36 @@ class FusedMoE(nnx.Module):
                 routing,
                 gated=halves == 2,
                 num_local_experts=local,
-                **options,
+                **others,
             )
         )
         layer.set_w13(w13, input_scale=input_scale)
         layer.set_w2(w2, input_scale=intermediate_scale)
+        if others.get("use_bias"):
+            b13, b2 = (
+                jnp.zeros(old.get_raw_value().shape, old.get_raw_value().dtype) if new is None else new
+                for new, old in ((b13, layer.b13), (b2, layer.b2))
+            )
         layer.set_biases(b13, b2)
         for name, value, shape in (
             ("router_weight", router_weight, (experts + routing.n_identity, hidden)),
             ("router_bias", router_bias, (experts + routing.n_identity,)),
             ("e_score_correction_bias", correction_bias, (experts + routing.n_identity,)),
         ):
+            value = None if value is None else _checked_float(name, value)
             if value is not None and tuple(value.shape) != shape:
                 raise ValueError(f"{name} has shape {tuple(value.shape)}, but here it is {shape}")
-            setattr(layer, name, nnx.data(None if value is None else nnx.Param(jnp.asarray(value))))
+            setattr(layer, name, nnx.data(None if value is None else nnx.Param(value)))
         layer.shared = nnx.data(shared)
         if shared_gate_weight is not None:
             if shared is None:
                 raise ValueError("shared_gate_weight gates a shared expert, but shared is None")
-            layer.shared_gate_weight = nnx.Param(jnp.reshape(shared_gate_weight, (1, hidden)))
-        if options.get("expert_map") is not None:
-            layer.expert_map = nnx.Variable(checked_map(options["expert_map"], experts))
+            gate = _checked_float("shared_gate_weight", shared_gate_weight)
+            if gate.shape not in ((hidden,), (1, hidden)):
+                raise ValueError(f"shared_gate_weight has shape {gate.shape}, but it is {(hidden,)} or {(1, hidden)}")
+            layer.shared_gate_weight = nnx.Param(gate.reshape(1, hidden))
+        if others.get("expert_map") is not None:
+            layer.expert_map = nnx.Variable(checked_map(others["expert_map"], experts, local))
         return layer
 
     @property
@@ -318,7 +347,8 @@ class FusedMoE(nnx.Module):
             that is there.
 
         Raises:
-          ValueError: the shape differs, or an input scale is missing, not wanted, or no scale.
+          ValueError: the shape differs, or an input scale is missing, not wanted, or no scale. The layer is as it was
+            then.
         """
         halves = 2 if self.gated else 1
         self._set("w13", w13, (self.num_local_experts, halves, self.intermediate_size, self.hidden_size), input_scale)
@@ -328,27 +358,32 @@ class FusedMoE(nnx.Module):
         self._set("w2", w2, (self.num_local_experts, self.hidden_size, self.intermediate_size), input_scale)
 
     def _set(self, name: str, w: Array | QTensor, shape: tuple[int, ...], scale: Array | float | None) -> None:
+        w = param.checked_weight(name, w)
         if tuple(w.shape[-len(shape) :]) != shape:
             raise ValueError(f"{name} has shape {tuple(w.shape)}, but this layer's is {shape}")
         stack = tuple(w.shape[: -len(shape)])
-        param.set_weight(self, name, w, self._axes(name))
-        param.set_input_scale(self, name, scale, [stack, (*stack, self.num_local_experts)])
+        shapes = [stack, (*stack, self.num_local_experts)]
+        param.set_weight(self, name, w, self._axes(name), input_scale=scale, scale_shapes=shapes)
 
     def set_biases(self, b13: Array | None, b2: Array | None) -> None:
         """Replaces the experts' biases (..., E, halves, I) and (..., E, H), or removes them."""
         experts, intermediate, hidden = self.sharding
+        variables = {}
         for name, value, axes, shape in (
             ("b13", b13, (experts, None, intermediate), (2 if self.gated else 1, self.intermediate_size)),
             ("b2", b2, (experts, hidden), (self.hidden_size,)),
         ):
             if value is None:
-                setattr(self, name, nnx.data(None))
+                variables[name] = None
                 continue
+            value = param.checked_bias(name, value)
             expected = (self.num_local_experts, *shape)
             if tuple(value.shape[-len(expected) :]) != expected:
                 raise ValueError(f"{name} has shape {tuple(value.shape)}, but this layer's is {expected}")
             stacked = (None,) * (value.ndim - len(axes))
-            setattr(self, name, param.variable(nnx.Param, jnp.asarray(value), (*stacked, *axes)))
+            variables[name] = param.variable(nnx.Param, value, (*stacked, *axes))
+        for name, variable in variables.items():
+            setattr(self, name, nnx.data(variable))
 
     def route(self, x: Array) -> Routed:
         """Each token's experts and weights, (..., k), for x (..., H); in float32 throughout."""
@@ -407,11 +442,22 @@ def _project(x: Array, weight: Array) -> Array:
     )
 
 
-def checked_map(expert_map: Array | Sequence[int], experts: int) -> Array:
-    """An expert map as int32 (experts,)."""
-    array = jnp.asarray(expert_map)
-    if array.shape != (experts,) or not jnp.issubdtype(array.dtype, jnp.integer):
+def _checked_float(name: str, value: Any) -> Any:
+    """``value`` as a floating point array (possibly an abstract one)."""
+    array = value if isinstance(value, jax.ShapeDtypeStruct) else as_array(name, value)
+    float_dtype(name, array.dtype)
+    return array
+
+
+def checked_map(expert_map: Array | Sequence[int], experts: int, local: int) -> Array:
+    """An expert map as int32 (experts,); what is traced is not looked at."""
+    given = expert_map if isinstance(expert_map, jax.core.Tracer) else np.asarray(expert_map)
+    if given.shape != (experts,) or not jnp.issubdtype(given.dtype, jnp.integer):
         raise ValueError(
-            f"expert_map has shape {array.shape} and dtype {array.dtype}, but it is one integer an expert, ({experts},)"
+            f"expert_map has shape {given.shape} and dtype {given.dtype}, but it is one integer an expert, ({experts},)"
         )
-    return array.astype(jnp.int32)
+    if isinstance(given, np.ndarray) and (outside := given[(given < -1) | (given >= local)]).size:
+        raise ValueError(
+            f"expert_map holds {outside[0]}, but it holds local slots from 0 to {local - 1}, and -1 for elsewhere"
+        )
+    return jnp.asarray(given, jnp.int32)

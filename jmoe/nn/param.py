@@ -16,6 +16,7 @@ from flax.core import spmd
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from jmoe.arguments import COMPUTE_DTYPES, as_array, float_dtype
 from jmoe.qtensor import QTensor
 from jmoe.quantize import check_static_scale, quantize
 from jmoe.scheme import Recipe, Scheme, recipe_of
@@ -64,18 +65,68 @@ def input_scale_name(name: str) -> str:
     return name + "_input_scale"
 
 
-def set_weight(module: nnx.Module, name: str, w: Array | QTensor, axes: Sequence[AxisName]) -> None:
+def checked_weight(name: str, w: Any) -> Any:
+    """``w`` as a weight: a QTensor, or an array of a dtype that products compute in (possibly an abstract one).
+
+    Raises:
+      TypeError: anything else.
+    """
+    if isinstance(w, QTensor):
+        return w
+    array = w if isinstance(w, jax.ShapeDtypeStruct) else as_array(name, w)
+    if array.dtype.name not in COMPUTE_DTYPES:
+        raise TypeError(
+            f"{name} has dtype {array.dtype}, but a plain weight is {', '.join(COMPUTE_DTYPES[:-1])} or "
+            f"{COMPUTE_DTYPES[-1]}, and a quantized one is a QTensor"
+        )
+    return array
+
+
+def checked_bias(name: str, bias: Any) -> Any:
+    """``bias`` as an array of a dtype that products compute in (possibly an abstract one).
+
+    Raises:
+      TypeError: anything else.
+    """
+    array = bias if isinstance(bias, jax.ShapeDtypeStruct) else as_array(name, bias)
+    float_dtype(name, array.dtype, COMPUTE_DTYPES)
+    return array
+
+
+def set_weight(
+    module: nnx.Module,
+    name: str,
+    w: Array | QTensor,
+    axes: Sequence[AxisName],
+    *,
+    input_scale: Any = None,
+    scale_shapes: Sequence[tuple[int, ...]],
+) -> None:
     """Makes ``w`` the weight ``name`` of ``module``; what was there before is released.
+
+    Everything is checked, and every variable made, before the first is assigned: a call that raises changes nothing.
 
     Args:
       module: the module.
       name: the weight's name.
       w: the weight; axes beyond those named in ``axes`` lead (stacked layers).
       axes: the mesh axis over which each of the weight's axes is sharded, e.g. (None, "model") for (N, K).
+      input_scale: float32 of one of ``scale_shapes``, the static scale of the activation that meets the weight, where
+        its input scheme is static; None keeps one that is there.
+      scale_shapes: the shapes that scale may have.
+
+    Raises:
+      ValueError: a scale is missing or not wanted, has another shape, or is not positive and finite.
     """
     axes = (None,) * (w.ndim - len(axes)) + tuple(axes)
     fmt = WeightFormat(w.scheme, w.input_scheme, w.layout, w.odd_k) if isinstance(w, QTensor) else None
-    setattr(module, name + "_format", nnx.static(fmt))
+    values: dict[str, nnx.Variable | None] = {input_scale_name(name): _input_scale(module, name, fmt, input_scale)}
+    scale = values[input_scale_name(name)]
+    if scale is not None and tuple(scale.get_raw_value().shape) not in scale_shapes:
+        shape = tuple(scale.get_raw_value().shape)
+        raise ValueError(
+            f"{input_scale_name(name)} has shape {shape}, but it is {' or '.join(map(str, scale_shapes))} here"
+        )
     for part, suffix in _PARTS.items():
         value: nnx.Variable | None = None
         if isinstance(w, QTensor):
@@ -83,7 +134,26 @@ def set_weight(module: nnx.Module, name: str, w: Array | QTensor, axes: Sequence
                 value = variable(QuantizedParam, leaf, axes if part == "data" else _grid_axes(axes, w, part))
         elif part == "data":
             value = variable(nnx.Param, w, axes)
-        setattr(module, name + suffix, nnx.data(value))
+        values[name + suffix] = value
+    setattr(module, name + "_format", nnx.static(fmt))
+    for attribute, value in values.items():
+        setattr(module, attribute, nnx.data(value))
+
+
+def _input_scale(module: nnx.Module, name: str, fmt: WeightFormat | None, scale: Any) -> nnx.Variable | None:
+    """The static scale that goes with a weight of that format: the one given, or else the one that is there."""
+    attribute = input_scale_name(name)
+    how = _recipe_of_format(fmt).name
+    if fmt is None or fmt.input_scheme is None or not fmt.input_scheme.static:
+        if scale is not None:
+            raise ValueError(f"{attribute} is given, but recipe {how!r} has no given activation scale")
+        return None
+    if scale is not None:
+        return QuantizedParam(check_static_scale(attribute, scale))
+    kept = getattr(module, attribute, None)
+    if kept is None:
+        raise ValueError(f"{attribute} is missing: recipe {how!r} needs it given")
+    return kept
 
 
 def get_weight(module: nnx.Module, name: str) -> Array | QTensor:
@@ -97,39 +167,11 @@ def get_weight(module: nnx.Module, name: str) -> Array | QTensor:
 
 def recipe_of_weight(module: nnx.Module, name: str) -> Recipe:
     """How the weight ``name`` and its activation are quantized."""
-    fmt = getattr(module, name + "_format")
+    return _recipe_of_format(getattr(module, name + "_format"))
+
+
+def _recipe_of_format(fmt: WeightFormat | None) -> Recipe:
     return recipe_of(None, None) if fmt is None else recipe_of(fmt.scheme, fmt.input_scheme)
-
-
-def set_input_scale(module: nnx.Module, name: str, scale: Any, shapes: Sequence[tuple[int, ...]]) -> None:
-    """Sets the static scale of the activation that meets the weight ``name``, checked against the weight's format.
-
-    Args:
-      module: the module.
-      name: the weight's name.
-      scale: float32 of one of ``shapes``, or None, which keeps a scale that is there.
-      shapes: the shapes a scale may have.
-
-    Raises:
-      ValueError: a scale is missing or not wanted, has another shape, or is not positive and finite.
-    """
-    attribute = input_scale_name(name)
-    fmt = getattr(module, name + "_format")
-    static = fmt is not None and fmt.input_scheme is not None and fmt.input_scheme.static
-    if not static:
-        if scale is not None:
-            how = recipe_of_weight(module, name).name
-            raise ValueError(f"{attribute} is given, but recipe {how!r} has no given activation scale")
-        setattr(module, attribute, nnx.data(None))
-        return
-    if scale is None:
-        if getattr(module, attribute, None) is None:
-            raise ValueError(f"{attribute} is missing: recipe {recipe_of_weight(module, name).name!r} needs it given")
-        return
-    scale = check_static_scale(attribute, scale)
-    if scale.shape not in shapes:
-        raise ValueError(f"{attribute} has shape {scale.shape}, but it is {' or '.join(map(str, shapes))} here")
-    setattr(module, attribute, QuantizedParam(scale))
 
 
 def variable(kind: type[nnx.Variable], value: Any, axes: Sequence[AxisName] = ()) -> nnx.Variable:

@@ -1,0 +1,185 @@
+"""What modules refuse, where: at construction what they are made with, and a refused call changes nothing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jmoe
+from jmoe.nn import FusedMoE, KVCache, Linear
+
+E, H, I = 4, 8, 16
+ROUTING = jmoe.Routing(top_k=2, renormalize=True)
+
+
+def moe(**options):
+    return FusedMoE(H, I, E, ROUTING, param_dtype="float32", rngs=nnx.Rngs(0), **options)
+
+
+def values(module):
+    return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(module)))
+
+
+def assert_refused(module, call, message, error=ValueError):
+    """``call`` raises and leaves ``module`` with its variables and its static attributes."""
+    graphdef, before = nnx.graphdef(module), values(module)
+    with pytest.raises(error, match=message):
+        call()
+    assert nnx.graphdef(module) == graphdef
+    jax.tree.map(np.testing.assert_array_equal, values(module), before)
+
+
+@pytest.mark.parametrize(
+    "weight, scale, message",
+    [
+        ("fp8_tensor_static", None, "weight_input_scale is missing"),
+        ("fp8_tensor_static", 0.0, "weight_input_scale has the value 0"),
+        ("fp8_tensor_static", jnp.ones((2,)), r"weight_input_scale has shape \(2,\)"),
+        ("int8", 1.0, "weight_input_scale is given, but recipe 'int8' has no given activation scale"),
+        ("bf16", 1.0, "weight_input_scale is given, but recipe 'bf16'"),
+    ],
+)
+def test_a_linear_is_as_it_was_after_a_weight_is_refused(weight, scale, message):
+    layer = Linear(H, I, rngs=nnx.Rngs(0))
+    dense = jnp.ones((I, H))
+    new = dense if weight == "bf16" else jmoe.quantize(dense, weight)
+    assert_refused(layer, lambda: layer.set_weight(new, input_scale=scale), message)
+    assert layer(jnp.ones((2, H))).shape == (2, I)
+
+
+def test_a_kept_input_scale_must_fit_the_new_weight():
+    layer = Linear(H, I, recipe="fp8_tensor_static")
+    stacked = jmoe.quantize(jnp.ones((3, I, H)), "fp8_tensor_static")
+    assert_refused(
+        layer, lambda: layer.set_weight(stacked), r"weight_input_scale has shape \(\), but it is \(3,\) here"
+    )
+
+
+@pytest.mark.parametrize("name", ["w13", "w2"])
+def test_a_moe_is_as_it_was_after_a_weight_is_refused(name):
+    layer = moe()
+    dense = getattr(layer, name).get_value()
+    call = getattr(layer, f"set_{name}")
+    static = jmoe.quantize(dense, "fp8_tensor_static")
+    assert_refused(layer, lambda: call(static), f"{name}_input_scale is missing")
+    assert_refused(layer, lambda: call(static, input_scale=jnp.ones((3,))), rf"{name}_input_scale has shape \(3,\)")
+    assert_refused(layer, lambda: call(dense.astype(jnp.int32)), f"{name} has dtype int32", TypeError)
+    assert layer(jnp.ones((2, H))).shape == (2, H)
+
+
+def test_both_biases_are_checked_before_either_is_set():
+    layer = moe()
+    assert_refused(
+        layer,
+        lambda: layer.set_biases(jnp.ones((E, 2, I)), jnp.ones((E, I))),
+        r"b2 has shape \(4, 16\), but this layer's is \(4, 8\)",
+    )
+    assert layer.b13 is None
+
+
+def test_weights_and_biases_are_arrays_of_floats():
+    layer = Linear(2, 2, use_bias=True)
+    assert_refused(layer, lambda: layer.set_weight(np.ones((2, 2), np.int8)), "weight has dtype int8", TypeError)
+    assert_refused(layer, lambda: layer.set_weight("none"), "weight is a str, but it is an array", TypeError)
+    assert_refused(layer, lambda: layer.set_bias(np.ones((2,), np.int8)), "bias=int8 must be bfloat16", TypeError)
+    assert_refused(layer, lambda: layer.set_bias(jnp.float32(1)), r"bias has shape \(\)")
+    layer.set_weight([[1.0, 2.0], [3.0, 4.0]])
+    assert layer.weight.dtype == jnp.float32
+
+
+def test_use_bias_without_a_bias_is_a_bias_of_zeros():
+    layer = Linear.from_dense(jnp.eye(2), use_bias=True, param_dtype="float32")
+    assert layer.bias.get_value().tolist() == [0, 0] and layer.bias.dtype == jnp.float32
+    assert layer(jnp.asarray([3.0, 4.0])).tolist() == [3, 4]
+    stacked = Linear.from_dense(jnp.stack([jnp.eye(2)] * 3), use_bias=True)
+    assert stacked.bias.get_value().shape == (3, 2)
+    experts = FusedMoE.from_dense(
+        jnp.ones((E, 2, I, H)), jnp.ones((E, H, I)), ROUTING, router_weight=jnp.ones((E, H)), use_bias=True
+    )
+    assert experts.b13.get_value().shape == (E, 2, I) and not experts.b2.get_value().any()
+    assert experts(jnp.ones((1, H))).shape == (1, H)
+
+
+def test_what_given_weights_decide_is_no_option():
+    with pytest.raises(TypeError, match="recipe is no option here: the weight that is given decides"):
+        Linear.from_quantized(jnp.eye(2), recipe="int8")
+    with pytest.raises(TypeError, match="rngs is no option here"):
+        Linear.from_dense(jnp.eye(2), rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="shared_gate is no option here: the arrays that are given decide"):
+        FusedMoE.from_quantized(
+            jnp.ones((E, 2, I, H)), jnp.ones((E, H, I)), ROUTING, router_weight=jnp.ones((E, H)), shared_gate=True
+        )
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        ({"in_features": 0}, ValueError, "in_features=0 must be at least 1"),
+        ({"out_features": -1}, ValueError, "out_features=-1 must be at least 1"),
+        ({"out_features": 2.0}, TypeError, "out_features=2.0 must be an integer"),
+        ({"activation": "tanh"}, ValueError, "activation 'tanh' is unknown"),
+        ({"activation": "swigluoai"}, ValueError, "is gated"),
+        ({"activation": 3}, TypeError, "activation=3 must be an Activation or the name of one"),
+        ({"implementation": "cuda"}, ValueError, "implementation='cuda' is unknown; it is one of triton, xla"),
+        ({"dtype": "int8"}, TypeError, "dtype=int8 must be bfloat16, float16 or float32"),
+        ({"dtype": "floaty"}, TypeError, "dtype='floaty' must be"),
+        ({"param_dtype": "int4"}, TypeError, "param_dtype=int4 must be"),
+        ({"preferred_element_type": "float64"}, TypeError, "preferred_element_type=float64 must be"),
+        ({"recipe": "int5"}, ValueError, "int5"),
+    ],
+)
+def test_a_linear_is_refused_where_it_is_made(changes, error, message):
+    with pytest.raises(error, match=message):
+        Linear(**{"in_features": 2, "out_features": 2, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        ({"hidden_size": 0}, ValueError, "hidden_size=0 must be at least 1"),
+        ({"intermediate_size": 0}, ValueError, "intermediate_size=0 must be at least 1"),
+        ({"num_experts": 0}, ValueError, "num_experts=0 must be at least 1"),
+        ({"num_experts": True}, TypeError, "num_experts=True must be an integer"),
+        ({"routing": 2}, TypeError, "routing=2 must be a jmoe.Routing"),
+        ({"activation": "relu2"}, ValueError, "no gated form"),
+        ({"activation": "swigluoai", "gated": False}, ValueError, "is gated"),
+        ({"implementation": "cuda"}, ValueError, "implementation='cuda' is unknown"),
+        ({"dtype": "float64"}, TypeError, "dtype=float64 must be"),
+        ({"router_dtype": "int8"}, TypeError, "router_dtype=int8 must be a floating point dtype"),
+        ({"expert_map": [0, 1, 2, 9]}, ValueError, "expert_map holds 9, but it holds local slots from 0 to 3, and -1"),
+        ({"expert_map": np.asarray([0, -2, 1, 2])}, ValueError, "expert_map holds -2"),
+        ({"expert_map": [0, 1, -1, 2], "num_local_experts": 2}, ValueError, "expert_map holds 2, .* from 0 to 1"),
+        ({"num_local_experts": -1, "expert_map": [-1] * 4}, ValueError, "num_local_experts=-1 must be at least 0"),
+    ],
+)
+def test_a_moe_is_refused_where_it_is_made(changes, error, message):
+    arguments = {"hidden_size": H, "intermediate_size": I, "num_experts": E, "routing": ROUTING}
+    with pytest.raises(error, match=message):
+        FusedMoE(**{**arguments, **changes})
+
+
+def test_a_map_of_given_experts_is_checked_too():
+    with pytest.raises(ValueError, match="expert_map holds 2, but it holds local slots from 0 to 1"):
+        FusedMoE.from_dense(
+            jnp.ones((2, 2, I, H)),
+            jnp.ones((2, H, I)),
+            ROUTING,
+            router_weight=jnp.ones((E, H)),
+            expert_map=[2, 3, -1, -1],
+        )
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ((-1, 8, 2, 4), ValueError, "batch=-1 must be at least 0"),
+        ((1, -8, 2, 4), ValueError, "max_len=-8 must be at least 0"),
+        ((1, 8, 0, 4), ValueError, "heads=0 must be at least 1"),
+        ((1, 8, 2, 0.5), TypeError, "head_dim=0.5 must be an integer"),
+        ((1, 8, 2, 4, "int8"), TypeError, "dtype=int8 must be"),
+    ],
+)
+def test_a_cache_is_refused_where_it_is_made(arguments, error, message):
+    with pytest.raises(error, match=message):
+        KVCache.init(*arguments)
