@@ -7,10 +7,12 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from jmoe.arguments import as_array
 from jmoe.ops.validate import check_shape
+from pallas_kernels import bits
 
 
 class Routed(NamedTuple):
@@ -59,7 +61,10 @@ class Routing:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, numbers.Integral):
                 raise TypeError(f"{name}={value!r} must be an integer")
-        if not isinstance(self.scale, numbers.Real):
+        for name in ("renormalize", "weight_on_input"):
+            if not isinstance(getattr(self, name), bool | np.bool_):
+                raise TypeError(f"{name}={getattr(self, name)!r} must be True or False")
+        if isinstance(self.scale, bool) or not isinstance(self.scale, numbers.Real):
             raise TypeError(f"scale={self.scale!r} must be a number")
         if not math.isfinite(self.scale):
             raise ValueError(f"scale={self.scale} must be finite")
@@ -134,7 +139,7 @@ def route(logits: Array, routing: Routing, *, bias: Array | None = None) -> Rout
         weights = jnp.take_along_axis(scores, ids, axis=-1)
     ids = ids.astype(jnp.int32)
     if routing.renormalize:
-        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        weights = _renormalized(weights)
     weights = weights * routing.scale
     if not routing.n_identity:
         return Routed(weights, ids, None)
@@ -146,7 +151,27 @@ def route(logits: Array, routing: Routing, *, bias: Array | None = None) -> Rout
 def _score(logits: Array, score: str) -> Array:
     if score == "softmax":
         return jax.nn.softmax(logits, axis=-1)
-    return jax.nn.sigmoid(logits) if score == "sigmoid" else jnp.sqrt(jax.nn.softplus(logits))
+    return jax.nn.sigmoid(logits) if score == "sigmoid" else _sqrt_softplus(logits)
+
+
+def _sqrt_softplus(x: Array) -> Array:
+    """sqrt(log(1 + exp(x))).
+
+    Far below zero it is exp(x / 2), which keeps its value and its slope where exp(x) underflows under the root.
+    """
+    low = x < -20
+    return jnp.where(low, jnp.exp(x / 2), jnp.sqrt(jax.nn.softplus(jnp.where(low, 0, x))))
+
+
+def _renormalized(weights: Array) -> Array:
+    """Weights (..., k) over their sum + 1e-20.
+
+    Both are multiplied by a power of two that brings the sum near 1. The quotient stays the same, bit for bit, but its
+    derivatives have the sum's square below, which underflows for sums such as 1e-20.
+    """
+    total = jnp.sum(weights, axis=-1, keepdims=True) + 1e-20
+    unit = lax.stop_gradient(bits.pow2(-jnp.minimum(bits.exponent(total), 126)))
+    return weights * unit / (total * unit)
 
 
 def _keep_best_groups(choice: Array, routing: Routing, *, by_best_two: bool) -> Array:

@@ -354,3 +354,51 @@ def test_a_bias_needs_scores_to_correct():
 def test_a_number_is_no_routing():
     with pytest.raises(TypeError, match=r"routing=2 must be a Routing"):
         route(jnp.zeros((2, 4)), 2)
+
+
+# Gradients where float32 underflows on the way, against the formulas in float64.
+
+
+def test_gradients_of_sqrtsoftplus_at_any_logit():
+    logits = np.array([[-np.inf, -1e4, -250, -105, -88, -40, -20.5, -19.5, -1, 0, 5, 100]], np.float32)
+    routing = Routing(top_k=logits.shape[-1], score="sqrtsoftplus")
+    x = logits.astype(np.float64)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        root = np.sqrt(np.log1p(np.exp(x)))
+        slope = np.nan_to_num(1 / (1 + np.exp(-x)) / (2 * root))  # sqrt(f)' = f' / (2 sqrt(f)), f' = sigmoid
+        slope = np.where(x < -40, np.exp(x / 2) / 2, slope)
+    np.testing.assert_allclose(route(logits, routing).weights, root[:, ::-1], rtol=1e-6, atol=1e-37)
+    gradient = jax.grad(lambda logits: jnp.sum(route(logits, routing).weights))(logits)
+    np.testing.assert_allclose(gradient, slope, rtol=1e-5, atol=1e-37)
+
+
+@pytest.mark.parametrize("score", ["sigmoid", "sqrtsoftplus", "softmax"])
+@pytest.mark.parametrize("top", [-300.0, -84.0, -60.0, -46.0, -30.0, 0.0, 3.0])
+def test_gradients_of_renormalised_weights_of_any_size(score, top):
+    # Sigmoids of -46 and sums of 1e-20 are alike; the square of either underflows.
+    logits = np.array([[0, -0.5, -1.25, -3]], np.float32) + np.float32(top)
+    each = np.array([[1.0, -2.0, 3.0]], np.float32)
+    routing = Routing(top_k=3, score=score, renormalize=True)
+    gradient = jax.grad(lambda logits: jnp.sum(route(logits, routing).weights * each))(logits)
+
+    def formula(logits):
+        scores = {
+            "sigmoid": jax.nn.sigmoid,
+            "sqrtsoftplus": lambda x: jnp.sqrt(jax.nn.softplus(x)),
+            "softmax": jax.nn.softmax,
+        }[score](logits)[:, :3]
+        return jnp.sum(scores / (jnp.sum(scores) + 1e-20) * each)
+
+    with jax.enable_x64(True):
+        expected = np.asarray(jax.grad(formula)(logits.astype(np.float64)))
+    # Softmax sees differences of logits, which a float32 of -300 holds to 3e-5.
+    np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-7 * np.abs(expected).max() + 1e-37)
+
+
+def test_renormalised_weights_are_the_quotient_bit_for_bit():
+    logits = np.random.default_rng(0).uniform(-60, 20, (64, 8)).astype(np.float32)
+    for score in ("sigmoid", "sqrtsoftplus"):
+        plain = route(logits, Routing(top_k=3, score=score)).weights
+        found = route(logits, Routing(top_k=3, score=score, renormalize=True)).weights
+        expected = jax.jit(lambda w: w / (jnp.sum(w, axis=-1, keepdims=True) + 1e-20))(plain)
+        np.testing.assert_array_equal(found, expected)
