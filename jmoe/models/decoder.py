@@ -10,8 +10,10 @@ import numpy as np
 from flax import nnx
 from jax import Array, lax
 
+from jmoe.arguments import COMPUTE_DTYPES, as_array, check_type, float_dtype
 from jmoe.models.config import DecoderConfig
 from jmoe.nn import FusedMoE, KVCache, Linear
+from jmoe.nn.options import extent
 from jmoe.nn.rules import Rules as Rules
 from jmoe.nn.rules import decide, decide_all
 from jmoe.scheme import Recipe
@@ -82,7 +84,10 @@ class Attention(nnx.Module):
     def __call__(self, x: Array, cache: KVCache | None = None) -> tuple[Array, KVCache | None]:
         """Attends from x (B, S, H) to itself, or to all that ``cache`` then holds."""
         batch, length, _ = x.shape
-        q, k, v = (p(x).reshape(batch, length, -1, self.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            p(x).reshape(batch, length, p.out_features // self.head_dim, self.head_dim)
+            for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
         positions = jnp.arange(length, dtype=jnp.int32)
         if cache is None:
             mask = positions <= positions[:, None]
@@ -93,11 +98,11 @@ class Attention(nnx.Module):
         if cache is not None:
             cache = cache.update(k, v)
             k, v, mask = cache.keys, cache.values, cache.mask(length)
-        q = q.reshape(batch, length, k.shape[2], -1, self.head_dim)
+        q = q.reshape(batch, length, k.shape[2], q.shape[2] // k.shape[2], self.head_dim)
         scores = _dot("bqhgd,bkhd->bhgqk", q, k.astype(q.dtype)) * jnp.float32(self.head_dim**-0.5)
         weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1).astype(x.dtype)
         y = _dot("bhgqk,bkhd->bqhgd", weights, v.astype(x.dtype)).astype(x.dtype)
-        return self.o_proj(y.reshape(batch, length, -1)), cache
+        return self.o_proj(y.reshape(batch, length, self.o_proj.in_features)), cache
 
 
 class MLP(nnx.Module):
@@ -182,8 +187,10 @@ class Decoder(nnx.Module):
         implementation: str | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> None:
+        check_type("config", config, DecoderConfig, "a DecoderConfig")
         self.config = config
-        self.dtype = jnp.dtype(param_dtype if dtype is None else dtype)
+        param_dtype = float_dtype("param_dtype", param_dtype, COMPUTE_DTYPES)
+        self.dtype = param_dtype if dtype is None else float_dtype("dtype", dtype, COMPUTE_DTYPES)
         paths = []
 
         def choose(path: str, default: Recipe | str) -> Recipe | str:
@@ -236,7 +243,12 @@ class Decoder(nnx.Module):
         decide_all(rules, paths)  # raises where a rule is of no use
 
     def __call__(self, tokens: Array) -> Array:
-        """float32 logits (B, S, V) of tokens (B, S): entry s is about token s + 1."""
+        """float32 logits (B, S, V) of integer tokens (B, S): entry s is about token s + 1; B and S may be 0.
+
+        Raises:
+          ValueError: another shape; TypeError: another dtype.
+        """
+        tokens = _checked_tokens(tokens, "(B, S)")
         x = self.embed_tokens(tokens).astype(self.dtype)
         for layer in self.layers:
             x, _ = layer(x)
@@ -260,8 +272,16 @@ class Decoder(nnx.Module):
 
         Returns:
           float32 logits (B, V) of what follows the last token, and the cache with it.
+
+        Raises:
+          ValueError: no token, another shape, or caches of other shapes; TypeError: tokens of another dtype.
         """
-        x = self.embed_tokens(token[:, None] if token.ndim == 1 else token).astype(self.dtype)
+        if jnp.ndim(token) == 1:
+            token = jnp.expand_dims(token, 1)
+        token = _checked_tokens(token, "(B,) or (B, S)", least=1)
+        if not isinstance(cache, tuple | list) or len(cache) != len(self.layers):
+            raise ValueError(f"cache is one KVCache for each of {len(self.layers)} layers, as init_cache makes them")
+        x = self.embed_tokens(token).astype(self.dtype)
         updated = []
         for layer, before in zip(self.layers, cache, strict=True):
             x, after = layer(x, before)
@@ -270,17 +290,40 @@ class Decoder(nnx.Module):
         return self._logits(x[:, -1]), tuple(updated)
 
     def generate(self, tokens: Array, steps: int) -> Array:
-        """The ``steps`` most likely next tokens, int32 (B, steps), after tokens (B, S); compiled once a shape."""
+        """The ``steps`` most likely next tokens, int32 (B, steps), after tokens (B, S); compiled once a shape.
+
+        Raises:
+          ValueError: steps below 0, tokens of another shape, or S = 0; TypeError: other types.
+        """
+        tokens = _checked_tokens(tokens, "(B, S)", least=1)
+        steps = extent("steps", steps, least=0)
         return _generate(*nnx.split(self), tokens, steps)
 
     def token_losses(self, tokens: Array) -> Array:
-        """float32 (B, S - 1): -log p of tokens 1 .. S - 1 given those before, in nats."""
+        """float32 (B, S - 1): -log p of tokens 1 .. S - 1 given those before, in nats.
+
+        A token outside the vocabulary has no probability; ``evaluate`` refuses it, and here its loss is NaN.
+
+        Raises:
+          ValueError: another shape, or S = 0; TypeError: another dtype.
+        """
+        tokens = _checked_tokens(tokens, "(B, S)", least=1)
         logits = self(tokens)[:, :-1]
-        chosen = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
+        targets = tokens[:, 1:]
+        known = (targets >= 0) & (targets < self.config.vocab_size)
+        chosen = jnp.take_along_axis(logits, jnp.where(known, targets, 0)[..., None], axis=-1)[..., 0]
+        chosen = jnp.where(known, chosen, jnp.nan)
         return jax.nn.logsumexp(logits, axis=-1) - chosen
 
     def loss(self, tokens: Array) -> Array:
-        """The mean of ``token_losses``, for training."""
+        """The mean of ``token_losses``, for training.
+
+        Raises:
+          ValueError: another shape, less than two tokens a row, or no row; TypeError: another dtype.
+        """
+        tokens = _checked_tokens(tokens, "(B, S)", least=2)
+        if not tokens.shape[0]:
+            raise ValueError("tokens has no row, and a mean of no losses is nothing")
         return jnp.mean(self.token_losses(tokens))
 
     def parameter_places(self) -> dict[str, Place]:
@@ -319,12 +362,22 @@ def evaluate(model: Decoder, tokens: np.ndarray, *, window: int = 256, batch: in
       batch: windows computed at once; every batch is computed at this size, so that one compilation serves.
 
     Raises:
-      ValueError: less than one window of tokens, or a window of less than two.
+      ValueError: less than one window of tokens, a window of less than two, no batch, or an id that the model has not;
+      TypeError: tokens that are no integers.
     """
-    tokens = np.asarray(tokens)
+    tokens, vocabulary = np.asarray(tokens), model.config.vocab_size
+    if not np.issubdtype(tokens.dtype, np.integer):
+        raise TypeError(f"tokens has dtype {tokens.dtype}, but token ids are integers")
+    if tokens.ndim != 1:
+        raise ValueError(f"tokens has shape {tokens.shape}, but it is (n,)")
+    outside = (tokens < 0) | (tokens >= vocabulary)
+    if outside.any():
+        at = int(np.argmax(outside))
+        raise ValueError(f"tokens[{at}]={tokens[at]} is no id of the model's; they are 0 to {vocabulary - 1}")
+    window, batch = extent("window", window, least=2), extent("batch", batch)
     windows = len(tokens) // window
-    if window < 2 or not windows:
-        raise ValueError(f"{len(tokens)} tokens in windows of {window}: it takes one window, and two tokens in it")
+    if not windows:
+        raise ValueError(f"{len(tokens)} tokens in windows of {window}: it takes one window")
     rows = tokens[: windows * window].reshape(windows, window).astype(np.int32)
     graphdef, state = nnx.split(model)
     total = 0.0
@@ -354,6 +407,18 @@ def _generate(graphdef: nnx.GraphDef, state: nnx.State, tokens: Array, steps: in
 
     _, generated = lax.scan(step, (_most_likely(logits), cache), length=steps)
     return generated.T
+
+
+def _checked_tokens(tokens: Array, axes: str, *, least: int = 0) -> Array:
+    """Token ids as an integer array (B, S), S of at least ``least``; ``axes`` says what the caller takes."""
+    tokens = as_array("tokens", tokens)
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise TypeError(f"tokens has dtype {tokens.dtype}, but token ids are integers")
+    if tokens.ndim != 2:
+        raise ValueError(f"tokens has shape {tokens.shape}, but it is {axes}")
+    if tokens.shape[1] < least:
+        raise ValueError(f"tokens has shape {tokens.shape}, but here it takes S of at least {least}")
+    return tokens
 
 
 def _most_likely(logits: Array) -> Array:

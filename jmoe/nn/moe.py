@@ -296,11 +296,10 @@ class FusedMoE(nnx.Module):
         )
         layer.set_w13(w13, input_scale=input_scale)
         layer.set_w2(w2, input_scale=intermediate_scale)
-        if others.get("use_bias"):
-            b13, b2 = (
-                jnp.zeros(old.get_raw_value().shape, old.get_raw_value().dtype) if new is None else new
-                for new, old in ((b13, layer.b13), (b2, layer.b2))
-            )
+        if layer.b13 is not None and b13 is None:
+            b13 = jnp.zeros(layer.b13.get_raw_value().shape, layer.b13.get_raw_value().dtype)
+        if layer.b2 is not None and b2 is None:
+            b2 = jnp.zeros(layer.b2.get_raw_value().shape, layer.b2.get_raw_value().dtype)
         layer.set_biases(b13, b2)
         for name, value, shape in (
             ("router_weight", router_weight, (experts + routing.n_identity, hidden)),
@@ -368,7 +367,7 @@ class FusedMoE(nnx.Module):
     def set_biases(self, b13: Array | None, b2: Array | None) -> None:
         """Replaces the experts' biases (..., E, halves, I) and (..., E, H), or removes them."""
         experts, intermediate, hidden = self.sharding
-        variables = {}
+        variables: dict[str, nnx.Variable | None] = {}
         for name, value, axes, shape in (
             ("b13", b13, (experts, None, intermediate), (2 if self.gated else 1, self.intermediate_size)),
             ("b2", b2, (experts, hidden), (self.hidden_size,)),

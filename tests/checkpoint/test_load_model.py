@@ -326,6 +326,13 @@ def test_a_model_that_is_not_there_is_refused(write_checkpoint, changes, says):
     assert "config.json: config" in message and says in message
 
 
+@pytest.mark.parametrize("key", ["num_experts", "hidden_size", "num_hidden_layers", "vocab_size", "head_dim"])
+@pytest.mark.parametrize("value", ["8", 0, 1.5, [], True])
+def test_a_configuration_of_the_wrong_kind_is_refused_by_file_and_key(write_checkpoint, key, value):
+    message = refusal(write_checkpoint, small(), SMALL | {key: value})
+    assert "config.json: " in message and f"{key}={value!r} must be an integer of at least 1" in message
+
+
 def test_a_checkpoint_in_two_shards_is_the_same_model(tmp_path, bf16):
     shutil.copy(BF16 / "config.json", tmp_path)
     with open_safetensors(BF16) as whole:

@@ -1,5 +1,6 @@
 """DecoderConfig: what config.json says, and what it must not say."""
 
+import dataclasses
 import re
 
 import pytest
@@ -29,6 +30,27 @@ def test_the_tiny_checkpoint(tiny_config):
         ({"num_experts": None}, "config has no num_experts"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
         ({"head_dim": 7}, "head_dim=7 must be even"),
+        ({"num_experts": "8"}, "num_experts='8' must be an integer of at least 1"),
+        ({"num_experts": 0}, "num_experts=0 must be an integer of at least 1"),
+        ({"num_experts": 1}, "num_experts_per_tok=2 is more than num_experts=1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0 must be"),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers=2.5 must be"),
+        ({"num_attention_heads": 0, "head_dim": None}, "num_attention_heads=0 must be"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads=0 must be"),
+        ({"hidden_size": [256]}, "hidden_size=[256] must be"),
+        ({"hidden_size": True}, "hidden_size=True must be"),
+        ({"vocab_size": -1}, "vocab_size=-1 must be"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok=0 must be"),
+        ({"norm_topk_prob": "yes"}, "norm_topk_prob='yes' must be true or false"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings=1 must be true or false"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6' must be a positive number"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps=0 must be a positive number"),
+        ({"rope_theta": "big"}, "rope_theta='big' must be a positive number"),
+        ({"rope_theta": 0}, "rope_theta=0 must be a positive number"),
+        ({"rope_parameters": 3}, "rope_parameters=3, but it is an object"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step=0 must be"),
+        ({"mlp_only_layers": 1}, "mlp_only_layers=1 must be integers"),
+        ({"mlp_only_layers": [1], "intermediate_size": None}, "dense_layers=(1,) need an intermediate_size"),
     ],
 )
 def test_what_it_does_not_have_is_refused_by_key_and_value(tiny_config, changes, message):
@@ -50,3 +72,16 @@ def test_layers_without_experts(tiny_config):
     # Layers are counted from 1 by decoder_sparse_step: with 2, layers 0 and 2 of 3 are dense.
     assert DecoderConfig.from_hf({**tiny_config, "decoder_sparse_step": 2}).dense_layers == (0, 2)
     assert DecoderConfig.from_hf({**tiny_config, "mlp_only_layers": [1]}).dense_layers == (1,)
+
+
+def test_a_config_that_is_no_object_is_refused():
+    with pytest.raises(ValueError, match="config is a list, but it is the object"):
+        DecoderConfig.from_hf([])
+
+
+def test_fields_are_checked_where_a_config_is_made(tiny_config):
+    config = DecoderConfig.from_hf(tiny_config)
+    with pytest.raises(ValueError, match=re.escape("dense_layers=(3,) names layer 3 of 3")):
+        dataclasses.replace(config, dense_layers=(3,), intermediate_size=8)
+    with pytest.raises(ValueError, match="rope_theta=nan must be a positive number"):
+        dataclasses.replace(config, rope_theta=float("nan"))

@@ -73,6 +73,67 @@ def test_evaluate_refuses_less_than_a_window(tiny):
         evaluate(tiny, np.zeros(100, np.int32))
 
 
+@pytest.mark.parametrize(
+    "tokens, options, error, message",
+    [
+        ([3, -1, 4], {}, ValueError, r"tokens\[1\]=-1 is no id of the model's; they are 0 to 19"),
+        ([3, 2, 20], {}, ValueError, r"tokens\[2\]=20 is no id of the model's"),
+        (np.asarray([2**40]), {}, ValueError, "is no id of the model's"),
+        ([1.7, 2.0], {}, TypeError, "tokens has dtype float64, but token ids are integers"),
+        ([[1, 2]], {}, ValueError, r"tokens has shape \(1, 2\), but it is \(n,\)"),
+        ([1, 2], {"batch": 0}, ValueError, "batch=0 must be at least 1"),
+        ([1, 2], {"window": 1}, ValueError, "window=1 must be at least 2"),
+        ([1, 2], {"window": 2.0}, TypeError, "window=2.0 must be an integer"),
+    ],
+)
+def test_evaluate_refuses_what_has_no_loss(tokens, options, error, message):
+    with pytest.raises(error, match=message):
+        evaluate(small(), tokens, **{"window": 2, **options})
+
+
+def test_no_rows_and_no_tokens_have_empty_results():
+    model = small()
+    assert model(jnp.zeros((0, 5), jnp.int32)).shape == (0, 5, 20)
+    assert model(jnp.zeros((2, 0), jnp.int32)).shape == (2, 0, 20)
+    assert model.generate(jnp.zeros((0, 5), jnp.int32), 3).shape == (0, 3)
+    assert model.generate(jnp.zeros((2, 5), jnp.int32), 0).shape == (2, 0)
+    assert model.token_losses(jnp.zeros((2, 1), jnp.int32)).shape == (2, 0)
+    assert model.token_losses(jnp.zeros((0, 4), jnp.int32)).shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda m: m(jnp.zeros((5,), jnp.int32)), ValueError, r"tokens has shape \(5,\), but it is \(B, S\)"),
+        (lambda m: m(jnp.zeros((1, 5))), TypeError, "tokens has dtype float32, but token ids are integers"),
+        (lambda m: m("text"), TypeError, "tokens is a str, but it is an array"),
+        (lambda m: m.generate(jnp.zeros((1, 2), int), -1), ValueError, "steps=-1 must be at least 0"),
+        (lambda m: m.generate(jnp.zeros((1, 2), int), 1.0), TypeError, "steps=1.0 must be an integer"),
+        (lambda m: m.generate(jnp.zeros((2,), int), 1), ValueError, r"tokens has shape \(2,\)"),
+        (lambda m: m.generate(jnp.zeros((1, 0), int), 1), ValueError, "here it takes S of at least 1"),
+        (lambda m: m.decode_step(jnp.zeros((1, 0), int), m.init_cache(1, 4)), ValueError, "S of at least 1"),
+        (lambda m: m.decode_step(jnp.zeros((1,), int), ()), ValueError, "one KVCache for each of 2 layers"),
+        (lambda m: m.token_losses(jnp.zeros((1, 0), int)), ValueError, "S of at least 1"),
+        (lambda m: m.loss(jnp.zeros((1, 1), int)), ValueError, "S of at least 2"),
+        (lambda m: m.loss(jnp.zeros((0, 4), int)), ValueError, "tokens has no row"),
+    ],
+)
+def test_tokens_that_it_cannot_read_are_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call(small())
+
+
+def test_a_token_outside_the_vocabulary_has_no_loss():
+    losses = small().token_losses(jnp.asarray([[1, 2, 20, -1, 3]]))[0]
+    assert np.isnan(losses).tolist() == [False, True, True, False]
+
+
+@pytest.mark.parametrize("name, value", [("dtype", "int8"), ("param_dtype", "float64"), ("implementation", "cuda")])
+def test_a_decoder_is_refused_where_it_is_made(name, value):
+    with pytest.raises((TypeError, ValueError), match=f"{name}='?{value}"):
+        Decoder(SMALL, **{name: value})
+
+
 def test_later_tokens_do_not_change_earlier_logits():
     model = small()
     a = model(jnp.asarray([[1, 2, 3, 4]]))

@@ -491,3 +491,20 @@ def test_float64_in_x64_mode_is_refused_and_not_halved():
 def test_quantize(args, options, error, message):
     with pytest.raises(error, match=message):
         quantize(*args, **options)
+
+
+@pytest.mark.parametrize(
+    "field, value, wanted",
+    [
+        ("renormalize", "no", "must be True or False"),
+        ("renormalize", None, "must be True or False"),
+        ("weight_on_input", 1, "must be True or False"),
+        ("scale", True, "must be a number"),
+        ("scale", "2.5", "must be a number"),
+        ("top_k", 2.0, "must be an integer"),
+        ("n_group", True, "must be an integer"),
+    ],
+)
+def test_a_routing_holds_fields_of_the_right_kind(field, value, wanted):
+    with pytest.raises(TypeError, match=f"{field}={value!r} {wanted}"):
+        jmoe.Routing(**{"top_k": 1, field: value})
