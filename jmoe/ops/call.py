@@ -1,11 +1,10 @@
-"""How a validated operation reaches its implementation: selection, jit, derivatives.
+"""How a validated operation reaches its implementation: selection, jit, and what its derivatives and batches are.
 
 Derivatives are those of the weight-only operation: quantising an activation counts as the identity (straight-through)
-and quantized weights get none. They are written once, as a forward rule that JAX also transposes, so forward and
-reverse mode both work; everything the backward pass needs is computed again from the inputs, so no intermediate and no
-dequantised weight is kept.
+and quantized weights get none. ``jmoe.ops.transform`` differentiates and batches.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,46 +12,134 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.custom_derivatives import SymbolicZero
 
 from jmoe.backends import triton, xla
-from jmoe.backends.select import IMPLEMENTATIONS, select
-from jmoe.backends.spec import BatchedArgs, LinearArgs, MoEArgs, OpSpec, Selection
+from jmoe.backends.select import IMPLEMENTATIONS, current_device, select
+from jmoe.backends.spec import BatchedArgs, DeviceSpec, LinearArgs, MoEArgs, OpSpec, Selection
 from jmoe.config import config
+from jmoe.ops.transform import Leaf, execute
 from jmoe.qtensor import QTensor
-from jmoe.scheme import Recipe, recipe_of
+from jmoe.scheme import Scheme, recipe_of
 
 Args = LinearArgs | MoEArgs | BatchedArgs
 
 _FUNCTIONS = {"linear": "linear", "moe": "fused_moe", "batched_experts": "batched_experts"}
+_ROWS = {"linear": ("x",), "moe": ("x", "topk_weights", "topk_ids"), "batched_experts": ("x",)}
+_STATIC_SCALES = ("input_scale", "intermediate_scale")
+_CONSTANT = (*_STATIC_SCALES, "topk_ids", "expert_map", "layer", "counts")
 
 
 def call(op: OpSpec, args: Args, implementation: str | None) -> Array:
     """Adds what the surroundings say to ``op``, selects, records the choice for ``explain``, and runs."""
     op = op.replace(mesh=mesh_axes(args), batch_invariant=config.batch_invariant)
-    selection = select(op, implementation=implementation)
+    device = current_device()
+    selection = select(op, device, implementation=implementation)
     if config.recorder is not None:
         config.recorder.add(op, selection)
-    return _call(op, selection, args)
+    return _call(op, selection, device, args)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _call(op: OpSpec, selection: Selection, args: Args) -> Array:
-    return _differentiable(op, selection, args)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _call(op: OpSpec, selection: Selection, device: DeviceSpec, args: Args) -> Array:
+    leaves, tree = jax.tree.flatten(args)
+    return execute(_Operation(op, selection, device, tree), leaves)[0]
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _differentiable(op: OpSpec, selection: Selection, args: Args) -> Array:
-    return _run(op, selection, args)
+@dataclasses.dataclass(frozen=True)
+class _Operation:
+    """An operation as a function of the leaves of its arguments."""
 
+    op: OpSpec
+    selection: Selection
+    device: DeviceSpec
+    tree: Any
 
-def _run(op: OpSpec, selection: Selection, args: Args) -> Array:
-    if op.op != "linear" and op.experts == 0:  # a rank may hold no expert, and none cannot be indexed
-        return jnp.zeros((*args.x.shape[:-1], op.hidden), op.out_dtype)
-    if selection.implementation != triton.NAME:
-        return _function(op, selection)(args)
-    # Chosen for a GPU, perhaps not the one that this is lowered for: elsewhere there is no Triton.
-    return lax.platform_dependent(args, cuda=_function(op, selection), default=_function(op, _of_xla(op)))
+    @functools.cached_property
+    def _args(self) -> Args:
+        """The arguments, with numbers of leaves in place of arrays."""
+        return self.tree.unflatten(range(self.tree.num_leaves))
+
+    @functools.cached_property
+    def inputs(self) -> tuple[Leaf, ...]:
+        rows = 1 if self.op.op == "batched_experts" else 0
+        found = []
+        for name, value in self._args._asdict().items():
+            axis = rows if name in _ROWS[self.op.op] else None
+            differentiable = not isinstance(value, QTensor) and name not in _CONSTANT
+            found += [Leaf(name, axis, differentiable) for _ in jax.tree.leaves(value)]
+        return tuple(found)
+
+    @property
+    def outputs(self) -> tuple[Leaf, ...]:
+        return (Leaf("y", 1 if self.op.op == "batched_experts" else 0, True),)
+
+    @property
+    def operation(self) -> "_Operation":
+        return self
+
+    def on(self, operation: Any) -> Any:
+        return operation
+
+    @property
+    def tokens(self) -> int:
+        return self.op.tokens
+
+    @property
+    def independent_rows(self) -> bool:
+        x, op = self._args.x, self.op
+        schemes = [x.scheme.replace(static=False) if isinstance(x, QTensor) else op.recipe.input]
+        if op.op != "linear":
+            schemes.append((op.second_recipe or op.recipe).input)
+        return all(map(_is_of_rows, schemes))
+
+    def folded(self, size: int) -> "_Operation":
+        op = self.op.replace(tokens=self.op.tokens * size)
+        selection = select(op, self.device, implementation=self.selection.implementation)
+        return dataclasses.replace(self, op=op, selection=selection)
+
+    def record_instead_of(self, other: Any) -> None:
+        if config.recorder is not None:
+            config.recorder.replace(other.op, self.op, self.selection)
+
+    def suits_jax(self, names: set[str]) -> bool:
+        if self.selection.implementation == triton.NAME:
+            return False
+        if self.op.op == "linear":
+            # There is nothing to dequantise in a plain weight, and a batched product of XLA's own is one.
+            return "layer" not in names and ("w" not in names or self.op.recipe.weight is None)
+        return names <= {"x", "topk_weights", "b13", "b2", "activation_params", *_STATIC_SCALES}
+
+    def weight_only(self) -> tuple["_Operation", list[int]]:
+        """With the activation as it is, hence without static scales, by an implementation that has derivatives."""
+        args = self._args
+        changes: dict[str, Any] = {
+            name: value.with_input_scheme(None)
+            for name, value in args._asdict().items()
+            if name in ("w", "w13", "w2") and isinstance(value, QTensor)
+        }
+        changes.update({name: None for name in _STATIC_SCALES if name in args._fields})
+        taken, tree = jax.tree.flatten(args._replace(**changes))
+        second = self.op.second_recipe
+        op = self.op.replace(
+            recipe=recipe_of(self.op.recipe.weight, None),
+            second_recipe=None if second is None else recipe_of(second.weight, None),
+        )
+        selection = self.selection
+        if selection.implementation == triton.NAME:
+            # Kernels of our own have no derivatives; those of XLA are the same function's.
+            selection = select(op, self.device, implementation=xla.NAME)
+        return _Operation(op, selection, self.device, tree), taken
+
+    def __call__(self, *leaves: Array) -> tuple[Array]:
+        op, args = self.op, self.tree.unflatten(leaves)
+        if op.op != "linear" and op.experts == 0:  # a rank may hold no expert, and none cannot be indexed
+            return (jnp.zeros((*args.x.shape[:-1], op.hidden), op.out_dtype),)
+        run = _function(op, self.selection)
+        if self.selection.implementation != triton.NAME:
+            return (run(args),)
+        # Chosen for a GPU, perhaps not the one that this is lowered for: elsewhere there is no Triton.
+        elsewhere = _function(op, select(op, self.device, implementation=xla.NAME))
+        return (lax.platform_dependent(args, cuda=run, default=elsewhere),)
 
 
 def _function(op: OpSpec, selection: Selection) -> Callable[[Args], Array]:
@@ -60,74 +147,9 @@ def _function(op: OpSpec, selection: Selection) -> Callable[[Args], Array]:
     return functools.partial(getattr(module, _FUNCTIONS[op.op]), op, selection)
 
 
-def _of_xla(op: OpSpec) -> Selection:
-    return select(op, implementation=xla.NAME)
-
-
-def _jvp(op: OpSpec, selection: Selection, primals: tuple[Args], tangents: tuple[Args]) -> tuple[Array, Array]:
-    (args,), (directions,) = primals, tangents
-    out = _differentiable(op, selection, args)
-    active = {
-        name: value
-        for name, value in args._asdict().items()
-        if _is_differentiable(value) and _is_perturbed(getattr(directions, name))
-    }
-    if not active:
-        return out, jnp.zeros_like(out)
-    weight_only_op = op.replace(
-        recipe=_weight_only_recipe(op.recipe),
-        second_recipe=None if op.second_recipe is None else _weight_only_recipe(op.second_recipe),
-    )
-
-    # Kernels of our own have no derivatives; those of XLA are the same function's.
-    differentiated = _of_xla(weight_only_op) if selection.implementation == triton.NAME else selection
-
-    @jax.checkpoint
-    def weight_only(active: dict[str, Any]) -> Array:
-        return _run(weight_only_op, differentiated, _weight_only(args._replace(**active)))
-
-    directions_of = {name: jax.tree.map(_instantiate, getattr(directions, name), is_leaf=_is_zero) for name in active}
-    _, tangent = jax.jvp(weight_only, (active,), (directions_of,))
-    return out, tangent
-
-
-# Symbolic zeros: what nobody differentiates with respect to must not cost products with zeros.
-_differentiable.defjvp(_jvp, symbolic_zeros=True)
-
-
-def _is_zero(tangent: Any) -> bool:
-    return isinstance(tangent, SymbolicZero)
-
-
-def _is_perturbed(tangents: Any) -> bool:
-    """Whether any of an argument's tangents is not known to be zero."""
-    return not all(map(_is_zero, jax.tree.leaves(tangents, is_leaf=_is_zero)))
-
-
-def _instantiate(tangent: Any) -> Array:
-    return jnp.zeros(tangent.shape, tangent.dtype) if _is_zero(tangent) else tangent
-
-
-def _is_differentiable(value: Any) -> bool:
-    if isinstance(value, QTensor):
-        return False
-    leaves = jax.tree.leaves(value)
-    return bool(leaves) and all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves)
-
-
-def _weight_only(args: Args) -> Args:
-    """The operation with the activation as it is: no input schemes, hence no static scales."""
-    changes: dict[str, Any] = {
-        name: value.with_input_scheme(None)
-        for name, value in args._asdict().items()
-        if name in ("w", "w13", "w2") and isinstance(value, QTensor)
-    }
-    changes.update({name: None for name in ("input_scale", "intermediate_scale") if name in args._fields})
-    return args._replace(**changes)
-
-
-def _weight_only_recipe(recipe: Recipe) -> Recipe:
-    return recipe_of(recipe.weight, None)
+def _is_of_rows(scheme: Scheme | None) -> bool:
+    """Whether each row is quantized by itself, or by what is given."""
+    return scheme is None or scheme.static or (scheme.block[0] == 1 and scheme.global_scale != "tensor")
 
 
 def mesh_axes(args: Args) -> tuple[tuple[str, int], ...]:
