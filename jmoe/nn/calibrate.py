@@ -1,5 +1,6 @@
 """``calibrate``: the ranges of activations, for recipes whose activation scales are given."""
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from jmoe.backends import common
 from jmoe.backends.activation import as_activation
 from jmoe.backends.reference import matmul
 from jmoe.nn import flax_layers, param, walk
+from jmoe.nn.compiled import Code, program
 from jmoe.nn.flax_layers import FLAX_LAYERS, FlaxLayer
 from jmoe.nn.linear import Linear
 from jmoe.nn.moe import FusedMoE
@@ -97,8 +99,9 @@ def calibrate(
 ) -> Calibration:
     """Runs ``model`` over ``batches`` and measures the inputs of its layers, and the intermediates of its experts.
 
-    The forward pass is compiled once a shape of batch; it may itself be compiled, and scan over layers
-    (``scan_layers``, ``nnx.scan``). The model is not changed, and what it changes in itself is dropped.
+    The forward pass is compiled once a shape of batch, also over several calls (see ``scan_layers`` on functions that
+    read arrays from elsewhere); it may itself be compiled, and scan over layers (``scan_layers``, ``nnx.scan``). The
+    model is not changed, and what it changes in itself is dropped.
 
     Args:
       model: with dense weights; layers are those of ``quantize_model``.
@@ -111,7 +114,6 @@ def calibrate(
     Raises:
       ValueError: no batches, or a layer met a value that is not finite.
     """
-    forward = forward or (lambda model, batch: model(batch))
     observed = nnx.clone(model)
     layers = [node for node in walk.modules(observed) if isinstance(node.module, (Linear, FusedMoE, *FLAX_LAYERS))]
     for node in layers:
@@ -119,19 +121,36 @@ def calibrate(
     graphdef, *states = nnx.split(observed, Observation, ...)
     observations, rest = states
 
-    @jax.jit
-    def step(observations: nnx.State, rest: nnx.State, batch: Any) -> nnx.State:
-        model = nnx.merge(graphdef, observations, rest)
-        forward(model, batch)
-        return nnx.state(model, Observation)
-
+    code = Code.of(_forward if forward is None else forward)
+    how = _How(code, graphdef)
+    own = jax.jit(functools.partial(_step, how))
     ran = False
     for batch in batches:
-        observations, ran = step(observations, rest, batch), True
+        run = program(_step, how, code, observations, rest, batch) or own
+        observations, ran = run(observations, rest, batch), True
     if not ran:
         raise ValueError("batches is empty; calibration needs at least one")
     nnx.update(observed, observations)
     return _collect(layers)
+
+
+@dataclass(frozen=True)
+class _How:
+    """What calibration is compiled for: the forward pass, and the graph definition of the model that observes."""
+
+    forward: Code
+    graphdef: Any
+
+
+def _step(how: _How, observations: nnx.State, rest: nnx.State, batch: Any) -> nnx.State:
+    """The observations after one more batch."""
+    model = nnx.merge(how.graphdef, observations, rest)
+    how.forward.function(model, batch)
+    return nnx.state(model, Observation)
+
+
+def _forward(model: Any, batch: Any) -> Any:
+    return model(batch)
 
 
 def _collect(layers: list[walk.Node]) -> Calibration:

@@ -1,6 +1,7 @@
 """Equal layers as one stacked module, applied by ``lax.scan`` without copying their weights."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
@@ -9,6 +10,7 @@ from flax import nnx
 from jax import Array, lax
 
 from jmoe.nn import param
+from jmoe.nn.compiled import Code, program
 from jmoe.nn.linear import Linear
 from jmoe.nn.moe import FusedMoE
 
@@ -45,7 +47,7 @@ def stack_layers(layers: Sequence[Module]) -> Module:
 
 def _shapes(state: nnx.State) -> dict[Path, Any]:
     flat = nnx.to_flat_state(state)
-    return {path: jax.tree.map(lambda x: (x.shape, x.dtype), v.get_raw_value()) for path, v in flat}
+    return {path: jax.tree.map(lambda x: (x.shape, x.dtype), _raw(leaf)) for path, leaf in flat}
 
 
 def _difference(layer: nnx.Module, first: nnx.Module) -> str:
@@ -53,7 +55,7 @@ def _difference(layer: nnx.Module, first: nnx.Module) -> str:
     ours, theirs = (_shapes(nnx.state(m)) for m in (layer, first))
     for path in [*theirs, *ours]:
         if ours.get(path) != theirs.get(path):
-            name = ".".join(map(str, path))
+            name = _name(path)
             return f": {name} is {_describe(ours.get(path))}, not {_describe(theirs.get(path))}"
     return " in structure; stacked layers are equal but for the values of their variables"
 
@@ -74,10 +76,15 @@ def scan_layers(
 
     The loop runs over the index. Weights and biases of ``Linear`` and ``FusedMoE`` are closed over as they are, and the
     operations index the layer; a scan over the weights themselves would copy one layer's of them each step. All other
-    variables (norms, routers, static scales) are sliced as a scan does.
+    variables and arrays (norms, routers, static scales) are sliced as a scan does.
 
     Variables of the second kind may change in ``body`` (statistics, counters): ``layers`` then holds the new values,
     stacked.
+
+    ``body`` may scan over layers itself: of groups of layers, stacked twice, it is given one group.
+
+    Outside ``jax.jit`` the loop is compiled once for a body, shapes and structure. It is compiled anew in each call
+    where the body reads arrays that it is not given, from a closure or a global, for the program then holds them.
 
     Args:
       body: (layer, carry) -> carry, where layer is like ``layers`` without the leading axis.
@@ -94,45 +101,120 @@ def scan_layers(
       ValueError: variables whose leading axes differ, or ``body`` changes a weight or adds a variable.
     """
     graphdef, state = nnx.split(layers)
-    flat: dict[Path, nnx.Variable] = dict(nnx.to_flat_state(state))
-    length = _length(flat)
-    whole = {
-        (*path, name)
-        for path, module in _weighted(layers)
-        if not (slice_params and _is_dense(module))
-        for name in _indexed_names(module)
-    } & flat.keys()
-    sliced = {path: v.get_raw_value() for path, v in flat.items() if path not in whole}
-
-    def step(carry: Carry, xs: tuple[Array, dict[Path, Any]]) -> tuple[Carry, dict[Path, Any]]:
-        index, values = xs
-        variables = {path: v.replace(values.get(path, v.get_raw_value())) for path, v in flat.items()}
-        layer = nnx.merge(graphdef, nnx.from_flat_state(variables))
-        before = _values(layer)
-        for path, module in _weighted(layer):
-            if any((*path, name) in whole for name in module.weight_names):
-                module.layer = index
-        carry = body(layer, carry)
-        return carry, _changes(before, _values(layer), whole)
-
-    carry, changed = lax.scan(step, carry, (jnp.arange(length, dtype=jnp.int32), sliced), unroll=unroll)
+    modules = [(path, m) for path, m in _weighted(layers) if m.layer is not None or not (slice_params and _is_dense(m))]
+    how = _How(
+        body=Code.of(body),
+        graphdef=graphdef,
+        modules=tuple((path, m.layer is not None) for path, m in modules),
+        weights=tuple((*path, name) for path, m in modules for name in _indexed_names(m)),
+        unroll=unroll,
+    )
+    run = program(_scan, how, how.body, state, carry)
+    carry, changed = _scan(how, state, carry) if run is None else run(state, carry)
     if changed:
-        nnx.update(layers, nnx.from_flat_state([(path, flat[path].replace(v)) for path, v in changed.items()]))
+        flat = list(_leaves(how, state).items())
+        nnx.update(layers, nnx.from_flat_state([(flat[i][0], _with(flat[i][1], v)) for i, v in changed.items()]))
     return carry
 
 
-def _length(variables: dict[Path, nnx.Variable]) -> int:
-    """The extent of the leading axis that all variables share."""
+@dataclass(frozen=True, kw_only=True)
+class _How:
+    """What a scan is compiled for.
+
+    Attributes:
+      body: the caller's function.
+      graphdef: of the stacked module.
+      modules: paths of the modules whose operations index the layer, and whether a scan around this one has them index
+        a group of layers already.
+      weights: paths of the variables of theirs in which operations index; absent ones among them.
+      unroll: steps a turn of the loop.
+    """
+
+    body: Code
+    graphdef: Any
+    modules: tuple[tuple[Path, bool], ...]
+    weights: tuple[Path, ...]
+    unroll: int
+
+
+@dataclass(frozen=True)
+class _Refuse:
+    """A hook that keeps a weight from being set. (Values cannot tell: after ``nnx.remat`` all are new objects.)"""
+
+    name: str
+
+    def __call__(self, variable: nnx.Variable, value: Any) -> Any:
+        raise ValueError(_changes_weight(self.name))
+
+
+def _changes_weight(name: str) -> str:
+    return f"body changes {name}, a weight that is shared by all steps; only other variables may change"
+
+
+def _leaves(how: _How, state: nnx.State) -> dict[Path, Any]:
+    """Variables and arrays by path, without the indices that a scan around this one has set."""
+    indices = {(*path, "layer") for path, _ in how.modules}
+    return {path: leaf for path, leaf in nnx.to_flat_state(state) if path not in indices}
+
+
+def _scan(how: _How, state: nnx.State, carry: Carry) -> tuple[Carry, dict[int, Any]]:
+    """The last carry, and the stacked new values of what ``body`` changes, by its number among ``_leaves``."""
+    flat = _leaves(how, state)
+    groups = {path for path, nested in how.modules if nested}
+    length = _length(flat, {path for path in how.weights if path[:-1] in groups})
+    weights = {path: flat[path] for path in how.weights if path in flat}
+    weights = {path: _merged(leaf) if path[:-1] in groups else leaf for path, leaf in weights.items()}
+    group_index = {path: leaf for path, leaf in nnx.to_flat_state(state) if path not in flat}
+    sliced = {i: _raw(leaf) for i, (path, leaf) in enumerate(flat.items()) if path not in weights}
+
+    def step(carry: Carry, xs: tuple[Array, dict[int, Any]]) -> tuple[Carry, dict[int, Any]]:
+        index, values = xs
+        own = {path: _with(leaf, values[i]) for i, (path, leaf) in enumerate(flat.items()) if i in values}
+        shared = {path: _unchanging(path, leaf) for path, leaf in weights.items()}
+        layer = nnx.merge(how.graphdef, nnx.from_flat_state({**shared, **own, **group_index}))
+        before = _values(how, layer)
+        modules = dict(_weighted(layer))
+        for path, nested in how.modules:
+            modules[path].layer = group_index[(*path, "layer")] * jnp.int32(length) + index if nested else index
+        carry = how.body.function(layer, carry)
+        _check_shared(layer, shared)
+        after = _values(how, layer)
+        _check_same_names(before, after)
+        changed = {i: after[path] for i, path in enumerate(flat) if i in values and after[path] is not before[path]}
+        return carry, changed
+
+    return lax.scan(step, carry, (jnp.arange(length, dtype=jnp.int32), sliced), unroll=how.unroll)
+
+
+def _unchanging(path: Path, leaf: nnx.Variable) -> nnx.Variable:
+    """A variable of a step's own, for Flax takes none that was made outside the trace; it cannot be set."""
+    return leaf.replace(leaf.get_raw_value(), on_set_value=(_Refuse(_name(path)),))
+
+
+def _merged(leaf: nnx.Variable) -> nnx.Variable:
+    """A weight (groups, layers, ...) as (groups * layers, ...), which is no copy."""
+    value = jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), leaf.get_raw_value())
+    axes = leaf.get_metadata("out_sharding", None)
+    return leaf.replace(value, **({} if axes is None else {"out_sharding": tuple(axes)[1:]}))
+
+
+def _length(flat: dict[Path, Any], grouped: set[Path]) -> int:
+    """The extent of the leading axis that all leaves share; the second one where groups lead."""
     extents = {
-        ".".join(map(str, path)): leaf.shape[0] if leaf.ndim else None
-        for path, v in variables.items()
-        for leaf in jax.tree.leaves(v.get_raw_value())
+        _name(path): leaf.shape[axis] if leaf.ndim > axis else None
+        for path, value in flat.items()
+        for axis in [int(path in grouped)]
+        for leaf in jax.tree.leaves(_raw(value))
     }
     length = next(iter(extents.values()), None)
     if length is None or any(extent != length for extent in extents.values()):
-        listed = ", ".join(f"{path}: {extent or 'no axis'}" for path, extent in extents.items())
+        listed = ", ".join(f"{path}: {'no axis' if extent is None else extent}" for path, extent in extents.items())
         raise ValueError(f"layers is not stacked: its variables' leading axes are not one extent ({listed})")
     return length
+
+
+def _name(path: Path) -> str:
+    return ".".join(map(str, path))
 
 
 def _weighted(module: nnx.Module) -> list[tuple[Path, Linear | FusedMoE]]:
@@ -148,19 +230,31 @@ def _indexed_names(module: Linear | FusedMoE) -> list[str]:
     return [part for name in module.weight_names for part in param.part_names(name)] + list(module.bias_names)
 
 
-def _values(module: nnx.Module) -> dict[Path, Any]:
-    return {path: v.get_raw_value() for path, v in nnx.to_flat_state(nnx.state(module, nnx.Variable))}
+def _raw(leaf: Any) -> Any:
+    """The value of a variable, or an array that is held as it is."""
+    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
-def _changes(before: dict[Path, Any], after: dict[Path, Any], whole: set[Path]) -> dict[Path, Any]:
-    """New values of the variables that a body has set; setting one replaces the object that it holds."""
-    changed = {path: value for path, value in after.items() if value is not before.get(path)}
-    for path in changed:
-        name = ".".join(map(str, path))
+def _with(leaf: Any, value: Any) -> Any:
+    return leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
+
+
+def _values(how: _How, module: nnx.Module) -> dict[Path, Any]:
+    return {path: _raw(leaf) for path, leaf in _leaves(how, nnx.state(module)).items()}
+
+
+def _check_shared(layer: nnx.Module, shared: dict[Path, Any]) -> None:
+    """Raises ValueError where a body has put another variable in the place of one that all steps share."""
+    now = dict(nnx.to_flat_state(nnx.state(layer)))
+    for path, leaf in shared.items():
+        if path not in now or now[path].get_metadata("on_set_value", ()) != leaf.get_metadata("on_set_value"):
+            raise ValueError(_changes_weight(_name(path)))
+
+
+def _check_same_names(before: dict[Path, Any], after: dict[Path, Any]) -> None:
+    for path in [*after, *before]:
+        name = _name(path)
         if path not in before:
             raise ValueError(f"body adds the variable {name} to a layer, and a scanned layer cannot keep it")
-        if path in whole:
-            raise ValueError(
-                f"body changes {name}, a weight that is shared by all steps; only other variables may change"
-            )
-    return changed
+        if path not in after:
+            raise ValueError(f"body removes the variable {name} from a layer, and the other layers have it")

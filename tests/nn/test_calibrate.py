@@ -152,3 +152,33 @@ def test_what_is_not_finite_and_no_batches_are_refused():
         calibrate(Small(), [])
     with pytest.raises(ValueError, match="first met an input that is not finite"):
         calibrate(Small(), [jnp.asarray([[jnp.inf, 0.0]])])
+
+
+def test_a_second_calibration_compiles_nothing():
+    events = []
+
+    def listen(event, duration, **facts):
+        events.extend([event] * ("backend_compile" in event))
+
+    model = nnx.Sequential(Linear(4, 4, rngs=nnx.Rngs(0)), Linear(4, 4, rngs=nnx.Rngs(1)))
+    batch = jnp.ones((3, 4))
+
+    def forward(model, batch):
+        return model(batch * 2)
+
+    for run in (lambda: calibrate(model, [batch]), lambda: calibrate(model, [batch], forward=forward)):
+        run()
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        again = run()
+        jax.monitoring.unregister_event_duration_listener(listen)
+        assert not events
+    assert float(again.inputs["layers.0"]) == 2
+
+
+def test_what_a_forward_pass_reads_from_elsewhere_is_read_in_every_call():
+    shift = nnx.Param(jnp.zeros((4,)))
+    model = nnx.Sequential(Linear(4, 4))
+    for value in (1.0, 5.0):
+        shift.set_value(jnp.full((4,), value))
+        found = calibrate(model, [jnp.zeros((1, 4))], forward=lambda m, x: m(x + shift.get_value()))
+        assert float(found.inputs["layers.0"]) == value
