@@ -11,8 +11,9 @@ operands, so that nothing beyond, NaN included, contributes.
 """
 
 import functools
+import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -79,7 +80,8 @@ class Product:
     """Static facts of a grouped product.
 
     Attributes:
-      tile: what a program computes; ``block_m`` rows, ``block_n`` columns of each half.
+      tile: what a program computes; ``block_m`` rows, ``block_n`` columns of each half. Halves are pieces already: a
+        product of two has one piece each.
       slots: S.
       experts: E.
       slots_a_row: slots that share a row of x: k where x has a row a token, 1 where it has one a slot.
@@ -148,6 +150,13 @@ class Block(NamedTuple):
     slot: Array
     live: Array
     row: Array
+
+
+def pieces(at: At, product: Product) -> tuple[list[At], Product]:
+    """In a kernel: the pieces of a program's tile of columns, and the product as each of them sees it."""
+    tile = product.tile
+    narrow = replace(product, tile=replace(tile, block_n=tile.block_n // tile.pieces, pieces=1))
+    return [at._replace(tile=at.tile * tile.pieces + piece) for piece in range(tile.pieces)], narrow
 
 
 def locate(rows: Rows, block: Array, product: Product) -> Block:
@@ -230,17 +239,21 @@ class _Steps:
 
 
 def sums(x: Input, w: Weights, block: Block, at: At, product: Product) -> list[Array]:
-    """In a kernel: the float32 sum over K of each half, (rows, columns) or, swapped, (columns, rows)."""
+    """In a kernel: the float32 sum over K of each half, (rows, columns) or, swapped, (columns, rows).
+
+    One after the other for each piece of the tile's columns.
+    """
+    places, product = pieces(at, product)
     tile = product.tile
     halves, _, k = w.data.shape[2:]
     steps = _Steps(k, tile.block_k, product.cell)
-    step = functools.partial(_step, x, w, block, at, product, steps)
+    step = functools.partial(_step, x, w, block, places, product, steps)
     shape = (tile.block_n, tile.block_m) if tile.swap else (tile.block_m, tile.block_n)
-    zeros = [jnp.zeros(shape, jnp.float32)] * halves
+    zeros = [jnp.zeros(shape, jnp.float32)] * (halves * len(places))
     ragged = steps.whole < steps.count
     if tile.split_k > 1:
         share = pl.cdiv(steps.count, tile.split_k)
-        first = at.part * share
+        first = places[0].part * share
         last = jnp.minimum(first + share, steps.count)
         return lowering.loop(last, functools.partial(step, masked=ragged), zeros, start=first)
     if steps.straddled:
@@ -253,7 +266,7 @@ def _step(
     x: Input,
     w: Weights,
     block: Block,
-    at: At,
+    places: list[At],
     product: Product,
     steps: _Steps,
     i: Array,
@@ -271,10 +284,9 @@ def _step(
     s_x = s_w = None
     if product.x_group != WHOLE:
         s_x = body.decode_scale(load(x.scale, (block.row, body.div(first, product.x_group))))
-    col = _existing_columns(w, at, product)
     result = []
-    for half, acc in enumerate(accumulators):
-        index = (at.layer, block.expert, half)
+    for (at, half), acc in zip(itertools.product(places, range(w.data.shape[2])), accumulators, strict=True):
+        index, col = (at.layer, block.expert, half), _existing_columns(w, at, product)
         codes = load(w.data, (*index, col[:, None], column[None, :]), mask=valid, other=fill)
         b = _as_operand(codes, a.dtype)
         left, right = (b, a) if tile.swap else (a, b)

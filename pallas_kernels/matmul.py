@@ -9,6 +9,7 @@ sum as it is promoted to float32, and no step of K straddles a scale. Sums, scal
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -121,6 +122,7 @@ def linear(
         out_shape=jax.ShapeDtypeStruct(shape, dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        max_registers=tile.max_registers,
         interpret=interpret,
         static=static,
     )(*given.values())
@@ -146,19 +148,24 @@ def _kernel(*refs: Any, static: _Static) -> None:
     first = row_block * tile.block_m
     if static.m >= tile.block_m:
         first = jnp.minimum(first, static.m - tile.block_m)
-    row, col = first + arange(tile.block_m), col_block * tile.block_n + arange(tile.block_n)
+    row = first + arange(tile.block_m)
     last_row = row if static.m >= tile.block_m else jnp.minimum(row, static.m - 1)
-    last_col = col if static.n % tile.block_n == 0 else jnp.minimum(col, static.n - 1)
-    at = _At(layer, last_row, last_col, col_block)
-    shape = (tile.block_n, tile.block_m) if tile.swap else (tile.block_m, tile.block_n)
-    acc = _sum_over_k(ref, at, part, jnp.zeros(shape, jnp.float32), static)
-    index = _oriented(static, row, col)
-    inside = (index[0] < static.m) & (index[1] < static.n)
-    if tile.split_k > 1:
-        store(out_ref, (part, *index), acc, mask=inside)
-        return
-    y = _epilogue(ref, at, acc, static)
-    store(out_ref, index, y.astype(out_ref.dtype), mask=inside)
+    static = static._replace(tile=replace(tile, block_n=tile.block_n // tile.pieces))
+    columns, places = [], []
+    for piece in range(tile.pieces):
+        block = col_block * tile.pieces + piece
+        col = block * static.tile.block_n + arange(static.tile.block_n)
+        columns.append(col)
+        last_col = col if static.n % tile.block_n == 0 else jnp.minimum(col, static.n - 1)
+        places.append(_At(layer, last_row, last_col, block))
+    sums = _sums_over_k(ref, places, part, static)
+    for col, at, acc in zip(columns, places, sums, strict=True):
+        index = _oriented(static, row, col)
+        inside = (index[0] < static.m) & (index[1] < static.n)
+        if tile.split_k > 1:
+            store(out_ref, (part, *index), acc, mask=inside)
+        else:
+            store(out_ref, index, _epilogue(ref, at, acc, static).astype(out_ref.dtype), mask=inside)
 
 
 class _At(NamedTuple):
@@ -179,24 +186,29 @@ def _oriented(static: _Static, row: Any, col: Any) -> tuple[Any, Any]:
     return row, col
 
 
-def _sum_over_k(ref: dict[str, Any], at: _At, part: Array, acc: Array, static: _Static) -> Array:
-    step = functools.partial(_step, ref, at, static)
-    block_k = static.tile.block_k
-    ragged = static.straddles or static.k % block_k != 0
-    if static.tile.split_k > 1:
-        share = pl.cdiv(static.steps, static.tile.split_k)
+def _sums_over_k(ref: dict[str, Any], places: list[_At], part: Array, static: _Static) -> list[Array]:
+    """The accumulator of each piece of a program's columns."""
+    tile = static.tile
+    shape = (tile.block_n, tile.block_m) if tile.swap else (tile.block_m, tile.block_n)
+    zeros = [jnp.zeros(shape, jnp.float32)] * len(places)
+    step = functools.partial(_step, ref, places, static)
+    ragged = static.straddles or static.k % tile.block_k != 0
+    if tile.split_k > 1:
+        share = pl.cdiv(static.steps, tile.split_k)
         first = part * share
         last = jnp.minimum(first + share, static.steps)
-        return lowering.loop(last, functools.partial(step, masked=ragged), acc, start=first)
+        return lowering.loop(last, functools.partial(step, masked=ragged), zeros, start=first)
     if static.straddles:
-        return lowering.loop(static.steps, functools.partial(step, masked=True), acc)
+        return lowering.loop(static.steps, functools.partial(step, masked=True), zeros)
     # Only the last step may need a mask.
-    acc = lowering.loop(static.k // block_k, functools.partial(step, masked=False), acc)
-    return step(jnp.int32(static.k // block_k), acc, masked=True) if ragged else acc
+    sums = lowering.loop(static.k // tile.block_k, functools.partial(step, masked=False), zeros)
+    return step(jnp.int32(static.k // tile.block_k), sums, masked=True) if ragged else sums
 
 
-def _step(ref: dict[str, Any], at: _At, static: _Static, i: Array, acc: Array, *, masked: bool) -> Array:
-    """The accumulator after step ``i`` of K."""
+def _step(
+    ref: dict[str, Any], places: list[_At], static: _Static, i: Array, sums: list[Array], *, masked: bool
+) -> list[Array]:
+    """The accumulators after step ``i`` of K."""
     tile = static.tile
     if static.straddles:
         cell = body.div(i, static.steps_a_cell)
@@ -207,20 +219,25 @@ def _step(ref: dict[str, Any], at: _At, static: _Static, i: Array, acc: Array, *
     column = first + arange(tile.block_k)
     valid = (column < limit)[None, :] if masked else None
     fill = 0 if masked else None
-    x = load(ref["x"], (at.row[:, None], column[None, :]), mask=valid, other=fill)
-    w = load(ref["w"], (at.layer, at.col[:, None], column[None, :]), mask=valid, other=fill)
-    x, w = _same_dtype(x, w)
-    a, b = (w, x) if tile.swap else (x, w)
-    if not static.cell:
-        return acc + lowering.dot(a, b) if static.exact else lowering.dot(a, b, acc)
+    row = places[0].row
+    x = load(ref["x"], (row[:, None], column[None, :]), mask=valid, other=fill)
     s_x = s_w = None
     if static.x_cols:
-        s_x = body.decode_scale(load(ref["x_scale"], (at.row, body.div(first, static.x_cols))))
-    if static.w_cols:
-        s_w = body.decode_scale(
-            load(ref["w_scale"], (at.layer, _scale_row(at, static), body.div(first, static.w_cols)))
-        )
-    return body.add_scaled(acc, lowering.dot(a, b), _scales(s_x, s_w, static))
+        s_x = body.decode_scale(load(ref["x_scale"], (row, body.div(first, static.x_cols))))
+    result = []
+    for at, acc in zip(places, sums, strict=True):
+        w = load(ref["w"], (at.layer, at.col[:, None], column[None, :]), mask=valid, other=fill)
+        left, right = _same_dtype(x, w)
+        if tile.swap:
+            left, right = right, left
+        if not static.cell:
+            result.append(acc + lowering.dot(left, right) if static.exact else lowering.dot(left, right, acc))
+            continue
+        if static.w_cols:
+            row_of_scale = _scale_row(at, static)
+            s_w = body.decode_scale(load(ref["w_scale"], (at.layer, row_of_scale, body.div(first, static.w_cols))))
+        result.append(body.add_scaled(acc, lowering.dot(left, right), _scales(s_x, s_w, static)))
+    return result
 
 
 def _same_dtype(x: Array, w: Array) -> tuple[Array, Array]:

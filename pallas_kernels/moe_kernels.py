@@ -124,6 +124,7 @@ def first_product(
         out_shape=[out],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        max_registers=tile.max_registers,
         interpret=interpret,
         product=product,
         epilogue=epilogue,
@@ -313,6 +314,7 @@ def second_product(
         out_shape=jax.ShapeDtypeStruct(shape, out_dtype if tile.split_k == 1 else jnp.float32),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        max_registers=tile.max_registers,
         interpret=interpret,
         product=product,
     )(h, w, rows, weights)
@@ -323,21 +325,24 @@ def _second_kernel(
 ) -> None:
     at = grouped.place(pl.program_id(0), w, rows, product)
     block = grouped.locate(rows, at.block, product)
-    index, inside = _where(block, at, w, product)
 
     @pl.when(block.used)
     def _() -> None:
-        [total] = grouped.sums(h, w, block, at, product)
-        y = grouped.finish(total, 0, h, w, block, at, product)
-        if w.bias is not None:
-            bias = grouped.bias_of(0, w, block, at, product)
-            y = y + (bias if product.tile.split_k == 1 else jnp.where(at.part == 0, bias, 0))
-        if weights_ref is not None:
-            weight = load(weights_ref, (block.slot,), mask=block.live, other=0)
-            y = y * grouped.oriented(product.tile, weight, None)[0]
-        store(out_ref, (at.part, *index), y.astype(out_ref.dtype), mask=inside)
+        totals = grouped.sums(h, w, block, at, product)
+        places, narrow = grouped.pieces(at, product)
+        for place, total in zip(places, totals, strict=True):
+            y = grouped.finish(total, 0, h, w, block, place, narrow)
+            if w.bias is not None:
+                bias = grouped.bias_of(0, w, block, place, narrow)
+                y = y + (bias if product.tile.split_k == 1 else jnp.where(at.part == 0, bias, 0))
+            if weights_ref is not None:
+                weight = load(weights_ref, (block.slot,), mask=block.live, other=0)
+                y = y * grouped.oriented(product.tile, weight, None)[0]
+            index, inside = _where(block, place, w, narrow)
+            store(out_ref, (at.part, *index), y.astype(out_ref.dtype), mask=inside)
 
     if isinstance(rows, Batched):
         # Rows that do not count are zero, whichever block they lie in.
+        index, inside = _where(block, at, w, product)
         rest = (index[0] < product.slots) & (index[1] < w.data.shape[3]) & ~inside
         store(out_ref, (at.part, *index), jnp.zeros(rest.shape, out_ref.dtype), mask=rest)

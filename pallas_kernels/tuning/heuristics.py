@@ -18,6 +18,10 @@ class MatmulTile:
       group: row blocks that go through all columns together while a column's operand is in the L2 cache.
       split_k: parts of K, summed by a second launch in fixed order.
       swap: w on the tensor core's M side and x on its N side, which may be as short as 16.
+      pieces: of ``block_n``, that go through the tensor core one after the other; sums that wait for their scales take
+        the registers of one piece.
+      max_registers: registers a thread, None for as many as the compiler likes: fewer let programs share a
+        multiprocessor.
     """
 
     block_m: int
@@ -28,6 +32,8 @@ class MatmulTile:
     group: int = 8
     split_k: int = 1
     swap: bool = False
+    pieces: int = 1
+    max_registers: int | None = None
 
     def __str__(self) -> str:
         parts = [
@@ -36,6 +42,8 @@ class MatmulTile:
             f"{self.num_stages} stages",
         ]
         parts += [f"K split in {self.split_k}"] if self.split_k > 1 else []
+        parts += [f"{self.pieces} pieces"] if self.pieces > 1 else []
+        parts += [f"at most {self.max_registers} registers"] if self.max_registers else []
         return " ".join(parts + (["swapped"] if self.swap else []))
 
 
