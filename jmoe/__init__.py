@@ -4,6 +4,9 @@ A format is data (``QTensor``, described by a ``Scheme``), an operation is a pur
 implementations (``linear``, ``fused_moe``), and ``explain`` says which one runs and why.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from jmoe.backends.activation import Activation, ActivationParams, swiglu
 from jmoe.backends.select import select
 from jmoe.backends.spec import DeviceSpec, OpSpec, Selection
@@ -12,6 +15,11 @@ from jmoe.ops import Routed, Routing, batched_experts, explain, fused_moe, linea
 from jmoe.qtensor import QTensor
 from jmoe.quantize import merge_shards, quantize, refine_blocks, requantize
 from jmoe.scheme import RECIPES, Recipe, Scheme, recipe
+
+if TYPE_CHECKING:
+    from jmoe import checkpoint as checkpoint
+    from jmoe import models as models
+    from jmoe import nn as nn
 
 __version__ = "0.1.0"
 
@@ -42,3 +50,16 @@ __all__ = [
     "select",
     "swiglu",
 ]
+
+# Imported when first used: operations alone need no Flax.
+_PACKAGES = ("checkpoint", "models", "nn")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PACKAGES})

@@ -1,10 +1,14 @@
 """The command line: compare, inspect, explain, doctor."""
 
+import contextlib
 import importlib.metadata
+import itertools
 import os
 import platform
 import re
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -75,9 +79,8 @@ def compare(
     if dtype is not None:
         _check_dtype(dtype)
     names = None if recipes is None else split_recipes(recipes)
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out} is no folder")
-    with _progress() as progress:
+    _device(None)
+    with _results_folder(out, "compare.json", "compare.png"), _progress() as progress:
         task = progress.add_task("starting", total=None)
         comparison = run_comparison(
             path,
@@ -88,13 +91,33 @@ def compare(
             progress=lambda phase, done, total: progress.update(task, description=phase, completed=done, total=total),
         )
     console.print(comparison.table())
-    out.mkdir(parents=True, exist_ok=True)
     written = [out / "compare.json"]
     written[0].write_text(comparison.to_json())
     if len(comparison.rows) > 1:
         written.append(out / "compare.png")
         comparison.save_chart(written[1])
     console.print(f"wrote {' and '.join(map(str, written))}", soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _results_folder(folder: Path, *names: str) -> Iterator[None]:
+    """The folder, made and written to before the work begins; taken away again if that fails and it is new."""
+    new = list(itertools.takewhile(lambda path: not path.exists(), (folder, *folder.parents)))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+        for path in (folder / name for name in names):
+            if path.exists():
+                path.open("ab").close()
+    except OSError as error:
+        raise ValueError(f"--out {folder} cannot be written to: {error.strerror} ({error.filename})") from error
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # somebody else has put something there
+            for path in new:
+                path.rmdir()
+        raise
 
 
 def _progress() -> Progress:
@@ -126,11 +149,11 @@ def explain_command(
     device: _DeviceOption = None,
 ) -> None:
     """Says which implementation would run an operation of these shapes on a device, and why."""
-    spec = as_device(device)
+    spec = _device(device)
     if op not in ("moe", "batched_experts", "linear"):
         raise ValueError(f"--op {op!r} is unknown; it is moe, batched_experts or linear")
     _check_dtype(dtype)
-    act = as_activation(activation) if activation else (None if op == "linear" else as_activation("silu"))
+    act = as_activation(activation) if activation is not None else (None if op == "linear" else as_activation("silu"))
     if act is not None:
         act.check_halves(2 if gated and op != "linear" else 1)
     if op == "moe" and top_k > experts:
@@ -247,7 +270,7 @@ def inspect(
     modules: Annotated[bool, typer.Option("--modules", help="A line a module instead of one a kind.")] = False,
 ) -> None:
     """Shows what is in a checkpoint, whether it fits a device, and what would run where and why."""
-    spec = as_device(device)
+    spec = _device(device)
     with checkpoint.open(path) as opened:
         summary = opened.summary()
         top_k = int(opened.text_config.get("num_experts_per_tok") or 1)
@@ -340,7 +363,7 @@ def doctor(device: _DeviceOption = None) -> None:
                 versions.add_row(package, "not installed")
     console.print(versions)
     console.print(f"JAX sees: {', '.join(str(d) for d in _devices())}")
-    spec = as_device(device)
+    spec = _device(device)
     console.print(f"selecting for: {spec.describe()}")
     if spec.platform == "cpu":
         hint = "No GPU is used. For an NVIDIA GPU install jmoe[cuda13] or jmoe[cuda12]."
@@ -357,6 +380,15 @@ def doctor(device: _DeviceOption = None) -> None:
         activation=as_activation("silu"),
     )
     console.print(_implementation_table(op, spec))
+    selection, because = _choice(op, spec)
+    console.print(f"in bf16 it takes {selection.implementation if selection else 'none'}: {because}")
+
+
+def _device(name: str | None) -> DeviceSpec:
+    """The device that is asked for, or the one that JAX computes on."""
+    if name is None and jmoe.config.device is None:
+        _devices()
+    return as_device(name)
 
 
 def _devices() -> list[jax.Device]:

@@ -24,6 +24,7 @@ from rich.text import Text
 
 import jmoe
 from jmoe import checkpoint
+from jmoe.arguments import COMPUTE_DTYPES, float_dtype
 from jmoe.backends.select import IMPLEMENTATIONS, current_device
 from jmoe.config import config
 from jmoe.models import Decoder, DecoderConfig, evaluate
@@ -183,8 +184,8 @@ def compare(
 
     Args:
       path: the checkpoint, unquantized; one that is quantized already gets one row, as it is stored.
-      recipes: recipes or their names, ``DEFAULT_RECIPES`` by default. The first row is bf16, which the others' change
-        is against, whether it is among them or not.
+      recipes: recipes or their names, each scored once; ``DEFAULT_RECIPES`` by default. The first row is bf16, which
+        the others' change is against, whether it is among them or not.
       text: a file of bytes for a model of 256 tokens, or of token ids (``.npy``, integers, one axis) for any.
       dtype: what is computed in; float32 on CPUs and bfloat16 elsewhere by default.
       window: tokens a window.
@@ -198,10 +199,11 @@ def compare(
       OSError: a file that cannot be read.
     """
     for name, value, least in (("window", window, 2), ("batch", batch, 1), ("windows", windows, 1)):
-        if value is not None and value < least:
-            raise ValueError(f"{name}={value} must be at least {least}")
+        if value is not None and (type(value) is not int or value < least):
+            raise ValueError(f"{name}={value!r} must be an int of at least {least}")
     device = current_device()
-    dtype = jnp.dtype(dtype or (jnp.float32 if device.platform == "cpu" else jnp.bfloat16))
+    default = jnp.float32 if device.platform == "cpu" else jnp.bfloat16
+    computed = float_dtype("dtype", default if dtype is None else dtype, COMPUTE_DTYPES)
     with checkpoint.open(path) as opened:
         method = opened.method_name
         vocab_size = _vocab_size(opened)
@@ -220,7 +222,7 @@ def compare(
     rows: list[Row] = []
     for name, recipe in zip(names, [None] if stored else chosen, strict=True):
         report.begin(name)
-        score = functools.partial(_score, name, path, recipe, dtype, tokens.reshape(-1, window), batch, report)
+        score = functools.partial(_score, name, path, recipe, computed, tokens.reshape(-1, window), batch, report)
         try:
             row = score()
         except ExceptionGroup:
@@ -231,10 +233,10 @@ def compare(
         rows.append(row if stored else dataclasses.replace(row, loss_change=row.loss - baseline))
         gc.collect()
     return Comparison(
-        checkpoint=str(path),
+        checkpoint=_shown(path),
         text=str(text),
         device=device.name,
-        dtype=dtype.name,
+        dtype=computed.name,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         tokens=len(tokens) // window * (window - 1),
         unit="nats/byte" if Path(text).suffix != ".npy" else "nats/token",
@@ -242,6 +244,12 @@ def compare(
         versions={module.__name__: module.__version__ for module in (jmoe, jax, flax, np)},
         rows=tuple(rows),
     )
+
+
+def _shown(path: Path | str) -> str:
+    """A checkpoint's path as it was given, but for one without a name, such as ``.``."""
+    path = Path(path)
+    return str(path if path.name.strip(".") else path.resolve())
 
 
 def _vocab_size(opened: checkpoint.Checkpoint) -> int:
@@ -253,8 +261,13 @@ def _vocab_size(opened: checkpoint.Checkpoint) -> int:
 
 
 def _with_baseline(recipes: Sequence[Recipe | str]) -> list[Recipe]:
-    """The recipes, bf16 before those that quantize."""
-    return [jmoe.recipe("bf16"), *(r for r in map(as_recipe, recipes) if r.weight is not None)]
+    """The recipes, each once, bf16 before those that quantize."""
+    if isinstance(recipes, str) or not isinstance(recipes, Sequence):
+        raise TypeError(f"recipes={recipes!r} must be a sequence of recipes or their names")
+    if not recipes:
+        raise ValueError(f"recipes={recipes!r} names none; known recipes are {', '.join(RECIPES)}")
+    quantizing = (recipe for recipe in map(as_recipe, recipes) if recipe.weight is not None)
+    return list(dict.fromkeys([jmoe.recipe("bf16"), *quantizing]))
 
 
 def _whole_windows(tokens: np.ndarray, window: int, windows: int | None, text: Path | str) -> np.ndarray:
@@ -318,15 +331,18 @@ class _Steps:
 
     def begin(self, phase: str) -> None:
         self.phase = phase
-        self._tell()
+        self._tell(phase)
+
+    def loading(self, done: int, total: int) -> None:
+        self._tell(f"{self.phase}, loading {done / total:.0%}")
 
     def advance(self) -> None:
         self.done += 1
-        self._tell()
+        self._tell(self.phase)
 
-    def _tell(self) -> None:
+    def _tell(self, phase: str) -> None:
         if self.progress is not None:
-            self.progress(self.phase, self.done, self.total)
+            self.progress(phase, self.done, self.total)
 
 
 def _score(
@@ -344,7 +360,8 @@ def _score(
       ExceptionGroup: nothing serves it on this device unless it is asked for by name; nothing was computed then.
     """
     # Held as the file has it, so that a row's bytes are those of its weights whatever is computed in.
-    model = checkpoint.load_model(path, dtype=dtype, param_dtype=jnp.bfloat16)
+    model = checkpoint.load_model(path, dtype=dtype, param_dtype=jnp.bfloat16, progress=report.loading)
+    report.begin(name)
     layers = () if recipe is None or recipe.weight is None else _quantize(model, recipe, windows)
     explanation = explain(model, jax.ShapeDtypeStruct((batch, windows.shape[1]), jnp.int32))
     parts = [windows[start : start + batch] for start in range(0, len(windows), batch)]

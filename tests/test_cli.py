@@ -190,7 +190,7 @@ def test_a_configuration_without_a_vocabulary(tmp_path):
 
 def test_more_experts_a_token_than_there_are(tmp_path):
     path = checkpoint(tmp_path / "nine", num_experts_per_tok=9)
-    assert "top_k=9 is more than the 8 experts" in fails("compare", path, "--text", HELDOUT, "--windows", 1)
+    assert "num_experts_per_tok=9 is more than num_experts=8" in fails("compare", path, "--text", HELDOUT, "--windows", 1)
     assert fails("explain", "--top-k", 9) == "--top-k 9 is more than --experts 8"
 
 
@@ -204,6 +204,7 @@ def test_recipes_are_not_compared_on_a_quantized_checkpoint(shared):
     "recipes, message",
     [
         ("fp9", "recipe 'fp9' is unknown; known recipes are bf16, fp8_tensor,"),
+        ("int4:group=--3", "group='--3' must be a positive int, or -1 for one group over the whole of K"),
         ("int4:groups=32", "recipe 'int4' has no option 'groups'; its options are group, zero_point, scale_dtype"),
         (",", "recipes=',' names none"),
     ],
@@ -241,7 +242,26 @@ def test_other_bad_values_of_compare(tmp_path):
     )
     file = tmp_path / "file"
     file.touch()
-    assert fails("compare", TINY, "--text", HELDOUT, "--out", file) == f"--out {file} is no folder"
+    for out, reason in ((file, "File exists"), (file / "below", "Not a directory")):
+        message = fails("compare", TINY, "--text", HELDOUT, "--out", out)
+        assert message == f"--out {out} cannot be written to: {reason} ({out})"
+
+
+def test_a_folder_for_results_is_tried_before_anything_is_computed(tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "run_comparison", lambda *_, **__: pytest.fail("computed"))
+    (tmp_path / "compare.png").mkdir()
+    message = fails("compare", TINY, "--text", HELDOUT, "--out", tmp_path)
+    assert message == f"--out {tmp_path} cannot be written to: Is a directory ({tmp_path / 'compare.png'})"
+    with mock.patch("tempfile.TemporaryFile", side_effect=PermissionError(13, "Permission denied", "there")):
+        message = fails("compare", TINY, "--text", HELDOUT, "--out", tmp_path)
+    assert message == f"--out {tmp_path} cannot be written to: Permission denied (there)"
+
+
+def test_a_comparison_that_fails_leaves_no_folder_behind(tmp_path):
+    fails("compare", tmp_path / "nope", "--text", HELDOUT, "--out", tmp_path / "new" / "folder")
+    assert list(tmp_path.iterdir()) == []
+    fails("compare", tmp_path / "nope", "--text", HELDOUT, "--out", tmp_path)
+    assert tmp_path.is_dir()
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -376,6 +396,7 @@ def test_what_runs_only_where_it_is_asked_for():
         (("--op", "conv"), "--op 'conv' is unknown; it is moe, batched_experts or linear"),
         (("--device", "h1000"), "device 'h1000' is unknown"),
         (("--dtype", "int8"), "--dtype 'int8' must be bfloat16, float16 or float32"),
+        (("--activation", ""), "activation '' is unknown"),
         (("--activation", "mish"), "activation 'mish' is unknown"),
         (("--activation", "relu2"), "activation relu2 has no gated form"),
         (("--implementation", "cutlass"), "implementation='cutlass' is unknown"),
@@ -405,15 +426,28 @@ def test_doctor_shows_versions_devices_and_implementations(device):
         assert any(row in ([implementation, "yes"], [implementation, "no"]) for row in rows)
 
 
-def test_doctor_names_the_setting_that_leaves_jax_without_a_device():
-    environment = {"PATH": "", "JAX_PLATFORMS": "abacus"}
-    program = "from jmoe.cli import main; main()"
-    run = subprocess.run(
-        [sys.executable, "-c", program, "doctor"], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+@pytest.mark.parametrize("command", ["doctor", "explain", "inspect", "compare"])
+@pytest.mark.parametrize(
+    "variable, message",
+    [
+        ("JAX_PLATFORMS=abacus", "JAX finds no device, with JAX_PLATFORMS='abacus': "),
+        ("JMOE_CHECK=yes", "JMOE_CHECK='yes' must be 1, true, 0 or false"),
+        ("JMOE_DEVICE=h1000", "jmoe.config.device (or JMOE_DEVICE): device 'h1000' is unknown; known devices are cpu,"),
+        (
+            "JMOE_IMPLEMENTATION=cuda",
+            "implementation='cuda' is unknown; it is one of triton, xla, reference, or None; ",
+        ),
+    ],
+)
+def test_a_variable_with_a_wrong_value_is_named(command, variable, message, tmp_path):
+    name, _, value = variable.partition("=")
+    environment = {"PATH": "", "JAX_PLATFORMS": "cpu", name: value}
+    program = ["-c", "from jmoe.cli import main; main()", command]
+    program += {"inspect": [TINY], "compare": [TINY, "--text", HELDOUT, "--out", tmp_path / "out"]}.get(command, [])
+    run = subprocess.run([sys.executable, *program], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 1
-    assert run.stderr.startswith("jmoe: JAX finds no device, with JAX_PLATFORMS='abacus': ")
-    assert run.stderr.count("\n") == 1
+    assert run.stderr.startswith(f"jmoe: {message}") and run.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from jmoe.compare import (
     LayerError,
     Row,
     _choice,
+    _with_baseline,
     compare,
     draw_error_by_layer,
     draw_loss_against_bytes,
@@ -99,9 +100,11 @@ def test_bytes_are_no_ids_of_a_large_vocabulary():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"window": 1}, "window=1 must be at least 2"),
-        ({"batch": 0}, "batch=0 must be at least 1"),
-        ({"windows": 0}, "windows=0 must be at least 1"),
+        ({"window": 1}, "window=1 must be an int of at least 2"),
+        ({"batch": 0}, "batch=0 must be an int of at least 1"),
+        ({"batch": 1.5}, "batch=1.5 must be an int of at least 1"),
+        ({"windows": 0}, "windows=0 must be an int of at least 1"),
+        ({"recipes": []}, r"recipes=\[\] names none; known recipes are bf16"),
         # 65536 bytes.
         ({"windows": 257}, "windows=257 is more than the 256 windows of 256 tokens"),
         ({"window": 65537}, "holds 65536 tokens, which is less than a window of 65537"),
@@ -112,6 +115,34 @@ def test_what_cannot_be_compared_is_refused_before_a_model_is_loaded(options, me
     monkeypatch.setattr("jmoe.checkpoint.load.load_model", lambda *_, **__: pytest.fail("loaded"))
     with pytest.raises(ValueError, match=message):
         compare(TINY, text=HELDOUT, **options)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"recipes": "int8"}, "recipes='int8' must be a sequence of recipes or their names"),
+        ({"recipes": [8]}, "recipe=8 must be a Recipe or the name of one"),
+        ({"dtype": "float8"}, "dtype='float8' must be bfloat16, float16 or float32"),
+    ],
+)
+def test_arguments_of_another_kind(options, message):
+    with pytest.raises(TypeError, match=message):
+        compare(TINY, text=HELDOUT, **options)
+
+
+def test_a_recipe_that_is_named_twice_is_one_row():
+    names = ["int4", "bf16", "int4:group=128", jmoe.recipe("int8"), "int8"]
+    assert [recipe.name for recipe in _with_baseline(names)] == ["bf16", "int4", "int8"]
+
+
+@pytest.mark.parametrize("form", ["slash", "link", "here"])
+def test_a_checkpoint_is_named_as_it_was_given(form, tmp_path, monkeypatch):
+    link = tmp_path / "link"
+    link.symlink_to(TINY)
+    monkeypatch.chdir(TINY)
+    path, expected = {"slash": (f"{TINY}/", str(TINY)), "link": (link, str(link)), "here": (".", str(TINY))}[form]
+    result = compare(path, ["bf16"], text=HELDOUT, window=16, windows=1)
+    assert result.checkpoint == expected
 
 
 @pytest.fixture(scope="module")
@@ -163,10 +194,21 @@ def test_a_row_counts_bytes_and_measures_noise_of_what_is_quantized(small):
 
 def test_progress_counts_a_step_a_batch_and_one_to_compile(small, calls):
     # Three windows, two at once: two batches a row.
-    assert calls == [
-        *(("bf16", done, 6) for done in range(4)),
-        *(("int4:group=64", done, 6) for done in range(3, 7)),
+    steps = [call for call in calls if "loading" not in call[0]]
+    assert steps == [
+        *(("bf16", done, 6) for done in (0, 0, 1, 2, 3)),
+        *(("int4:group=64", done, 6) for done in (3, 3, 4, 5, 6)),
     ]
+
+
+def test_progress_tells_of_loading_between_the_steps(small, calls):
+    for name, done in (("bf16", 0), ("int4:group=64", 3)):
+        loading = [call for call in calls if call[0].startswith(f"{name}, loading ")]
+        assert {call[1:] for call in loading} == {(done, 6)}
+        shares = [int(phase.removeprefix(f"{name}, loading ").removesuffix("%")) for phase, *_ in loading]
+        assert shares == sorted(shares) and shares[-1] == 100
+        first = calls.index(loading[0])
+        assert calls[first - 1] == calls[first + len(loading)] == (name, done, 6)
 
 
 def test_json_holds_every_row_and_what_it_takes_to_find_them_again(small):

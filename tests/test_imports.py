@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import jmoe
+
 ROOT = Path(__file__).resolve().parents[1]
 SEAM = ROOT / "pallas_kernels" / "lowering.py"
 GUARDED = ("jax._src", "jax.experimental.pallas.triton")
@@ -70,6 +72,27 @@ def test_only_lowering_reaches_pallas_triton_and_jax_internals():
     assert files
     found = {str(p.relative_to(ROOT)): guarded_uses(p.read_text(encoding="utf-8")) for p in files if p != SEAM}
     assert {path: uses for path, uses in found.items() if uses} == {}
+
+
+def test_importing_jmoe_leaves_its_packages_and_flax_for_when_they_are_used():
+    program = (
+        "import sys, jmoe\n"
+        "late = ('jmoe.checkpoint', 'jmoe.models', 'jmoe.nn')\n"
+        "print([m for m in sys.modules if any(f'{m}.'.startswith(f'{u}.') for u in (*late, 'flax', 'rich'))])\n"
+        "print([f'jmoe.{name}' for name in dir(jmoe) if f'jmoe.{name}' in late])\n"
+        "print(jmoe.nn.Linear.__name__, jmoe.checkpoint.open.__name__, jmoe.models.Decoder.__name__)"
+    )
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines() == [
+        "[]",
+        "['jmoe.checkpoint', 'jmoe.models', 'jmoe.nn']",
+        "Linear open Decoder",
+    ]
+
+
+def test_what_jmoe_has_not_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'jmoe' has no attribute 'nonsense'"):
+        _ = jmoe.nonsense
 
 
 def test_importing_pallas_kernels_and_its_jnp_modules_loads_neither_triton_nor_jmoe():

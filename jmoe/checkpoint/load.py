@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
+import rich.progress
 from flax import nnx
 from jax import Array
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 
 from jmoe.arguments import COMPUTE_DTYPES, float_dtype
 from jmoe.checkpoint import reader
@@ -31,10 +32,12 @@ from jmoe.checkpoint.weights import (
     load_linear,
     place_array,
 )
+from jmoe.config import config
 from jmoe.models import Decoder, DecoderConfig
 from jmoe.models.decoder import Place, Rules
 from jmoe.nn import FusedMoE, Linear, param
 from jmoe.nn.experts import quantize_experts
+from jmoe.ops.prepare import prepare
 from jmoe.qtensor import QTensor
 from jmoe.quantize import quantize
 from jmoe.scheme import Recipe
@@ -43,6 +46,9 @@ from jmoe.scheme import Recipe
 _COMPUTED = re.compile(r"(.+\.)?rotary_emb\.inv_freq")
 
 _SECONDS_BEFORE_PROGRESS = 1.0
+
+Progress = Callable[[int, int], None]
+"""Called with bytes loaded and bytes in all."""
 
 
 def load_model(
@@ -54,8 +60,9 @@ def load_model(
     weight_only: bool = False,
     implementation: str | None = None,
     device: Device = None,
+    progress: Progress | None = None,
 ) -> Decoder:
-    """The model of a checkpoint, its weights quantized as the checkpoint has them.
+    """The model of a checkpoint, its weights quantized as the checkpoint has them and prepared (``jmoe.prepare``).
 
     Every tensor of the checkpoint is accounted for before any is read: it has a place in the model, the model has no
     use for it (rotary frequencies, scales of a KV cache, the lm_head of tied embeddings), or it is an error. Weights
@@ -71,6 +78,8 @@ def load_model(
       implementation: of the products, by name; None lets the selector choose.
       device: where to: what ``jax.device_put`` takes, or a function of a variable's path (``layers.0.mlp.w13_scale``)
         and shape that gives such a thing, for instance a sharding.
+      progress: called with bytes loaded and bytes in all as weights arrive; without it a bar is shown on standard error
+        where that is a terminal and loading takes a while.
 
     Returns:
       A ``jmoe.models.Decoder``.
@@ -80,6 +89,7 @@ def load_model(
         or as for ``load_linear`` and ``load_experts``.
       ValueError: a rule for a weight that the checkpoint has quantized otherwise, or with a given activation scale that
         the checkpoint has not; TypeError: a dtype that nothing is computed in.
+      Whatever ``jmoe.select`` raises, where nothing serves a weight or ``implementation`` does not.
     """
     dtype = float_dtype("dtype", dtype, COMPUTE_DTYPES)
     param_dtype = dtype if param_dtype is None else float_dtype("param_dtype", param_dtype, COMPUTE_DTYPES)
@@ -90,7 +100,9 @@ def load_model(
         places = model.parameter_places()
         _check_complete(checkpoint, places, model.config.tie_word_embeddings)
         _check_shapes(checkpoint, places, modules)
-        advance = stack.enter_context(_progress(checkpoint))
+        advance = stack.enter_context(_advancing(checkpoint, progress))
+        if implementation is not None:
+            stack.enter_context(config(implementation=implementation))  # what weights are prepared for
         loader = _Loader(checkpoint, param_dtype, weight_only, device)
         done = set()
         for name, place in places.items():
@@ -129,7 +141,7 @@ class _Loader:
     def _fill_linear(self, module: Linear, path: str, source: str) -> None:
         device = self._device_for(path)
         weight = load_linear(self._checkpoint, source, dtype=self._dtype, device=device)
-        weight = self._as_ruled(path, module.recipe, weight, quantize)
+        weight = prepare(self._as_ruled(path, module.recipe, weight, quantize), op="linear")
         scale = load_input_scale(self._checkpoint, source) if _is_static(weight) else None
         module.set_weight(weight, input_scale=scale)
         if module.bias is not None:
@@ -138,8 +150,8 @@ class _Loader:
     def _fill_experts(self, module: FusedMoE, path: str, prefix: str) -> None:
         target, device = module.recipe, self._device_for(path)
         w13, w2 = load_experts(self._checkpoint, prefix, dtype=self._dtype, device=device)
-        w13 = self._as_ruled(path, target, w13, functools.partial(quantize_experts, first=True))
-        w2 = self._as_ruled(path, target, w2, functools.partial(quantize_experts, first=False))
+        w13 = prepare(self._as_ruled(path, target, w13, functools.partial(quantize_experts, first=True)), op="moe")
+        w2 = prepare(self._as_ruled(path, target, w2, functools.partial(quantize_experts, first=False)), op="moe")
         input_scale, intermediate_scale = load_expert_scales(self._checkpoint, prefix)
         module.set_w13(w13, input_scale=input_scale if _is_static(w13) else None)
         module.set_w2(w2, input_scale=intermediate_scale if _is_static(w2) else None)
@@ -186,11 +198,11 @@ def _empty_model(
 ) -> Decoder:
     """The model without memory; rules have given their recipes to its modules."""
     try:
-        config = DecoderConfig.from_hf(checkpoint.text_config)
+        model_config = DecoderConfig.from_hf(checkpoint.text_config)
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path / CONFIG_FILE}: {error}") from error
     return nnx.eval_shape(
-        lambda: Decoder(config, rules=rules, dtype=dtype, param_dtype=param_dtype, implementation=implementation)
+        lambda: Decoder(model_config, rules=rules, dtype=dtype, param_dtype=param_dtype, implementation=implementation)
     )
 
 
@@ -256,21 +268,39 @@ def _nbytes(checkpoint: Checkpoint, source: str) -> int:
 
 
 @contextlib.contextmanager
-def _progress(checkpoint: Checkpoint) -> Iterator[Callable[[int], None]]:
-    """A function that counts bytes; where stderr is a terminal and it takes a while, a bar shows them."""
+def _advancing(checkpoint: Checkpoint, progress: Progress | None) -> Iterator[Callable[[int], None]]:
+    """A function that counts bytes and tells ``progress`` of them, or else a bar of its own."""
     total = sum(info.nbytes for info in checkpoint.tensors.values())
+    with (
+        contextlib.nullcontext(progress)
+        if progress is not None
+        else _bar(checkpoint.path.resolve().name, total) as tell
+    ):
+        done = 0
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            tell(done, total)
+
+        yield advance
+
+
+@contextlib.contextmanager
+def _bar(name: str, total: int) -> Iterator[Progress]:
+    """A bar of bytes, where stderr is a terminal and it takes a while."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=Console(stderr=True), transient=True)
-    task = bar.add_task(checkpoint.path.name, total=total)
+    bar = rich.progress.Progress(*columns, console=Console(stderr=True), transient=True)
+    task = bar.add_task(name, total=total)
     visible, since = sys.stderr.isatty(), time.monotonic()
 
-    def advance(count: int) -> None:
-        bar.advance(task, count)
+    def tell(done: int, total: int) -> None:
+        bar.update(task, completed=done)
         if visible and time.monotonic() - since > _SECONDS_BEFORE_PROGRESS:
             bar.start()
 
     try:
-        yield advance
+        yield tell
     finally:
         if visible:
             bar.stop()

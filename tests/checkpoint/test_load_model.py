@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import jmoe
 from jmoe import checkpoint
 from jmoe.checkpoint import load
 from jmoe.checkpoint.safetensors import open_safetensors, write_safetensors
@@ -370,6 +372,43 @@ def test_quick_loads_show_no_progress(write_checkpoint, monkeypatch):
     monkeypatch.setattr("sys.stderr", stderr)
     checkpoint.load_model(write_checkpoint(small(), SMALL))
     assert stderr.getvalue() == ""
+
+
+def test_progress_that_is_asked_for_takes_the_place_of_the_bar(write_checkpoint, monkeypatch):
+    monkeypatch.setattr(load, "_SECONDS_BEFORE_PROGRESS", -1)
+    monkeypatch.setattr("sys.stderr", Terminal())
+    told = []
+    checkpoint.load_model(write_checkpoint(small(), SMALL), progress=lambda *counts: told.append(counts))
+    total = sum(tensor.nbytes for tensor in small().values())
+    done = [count for count, of in told if of == total]
+    assert len(done) == len(told) > 5
+    assert done == sorted(done) and done[-1] == total
+    assert sys.stderr.getvalue() == ""
+
+
+def test_quantized_weights_are_prepared_for_their_operation(write_checkpoint, monkeypatch):
+    prepared = []
+
+    def prepare(w, *, op):
+        prepared.append((op, w.shape))
+        return w.with_input_scheme(None) if isinstance(w, QTensor) else w
+
+    monkeypatch.setattr(load, "prepare", prepare)
+    model = checkpoint.load_model(write_checkpoint(small(), SMALL), rules=[(r".*o_proj", "int8"), (r".*mlp", "int8")])
+    assert {shape for op, shape in prepared if op == "moe"} == {(2, 2, 4, 8), (2, 8, 4)}
+    assert {shape for op, shape in prepared if op == "linear"} == {(8, 8), (4, 8)}
+    layer = model.layers[0]
+    for weight in (layer.self_attn.o_proj.qweight, layer.mlp.qw13, layer.mlp.qw2):
+        assert weight.input_scheme is None  # as prepared, not as the rule says
+
+
+def test_weights_that_nothing_serves_here_are_refused_unless_what_serves_them_is_named(write_checkpoint):
+    folder, rules = write_checkpoint(small(), SMALL), [(r".*mlp", "nvfp4_per_token")]
+    with jmoe.config(device="h100"):
+        with pytest.raises(ExceptionGroup, match="no implementation serves moe nvfp4_per_token"):
+            checkpoint.load_model(folder, rules=rules)
+        model = checkpoint.load_model(folder, rules=rules, implementation="xla")
+    assert model.layers[0].mlp.recipe.name == "nvfp4_per_token"
 
 
 def test_loading_works_under_strict_promotion_and_x64(write_checkpoint):
