@@ -190,7 +190,8 @@ def test_a_configuration_without_a_vocabulary(tmp_path):
 
 def test_more_experts_a_token_than_there_are(tmp_path):
     path = checkpoint(tmp_path / "nine", num_experts_per_tok=9)
-    assert "num_experts_per_tok=9 is more than num_experts=8" in fails("compare", path, "--text", HELDOUT, "--windows", 1)
+    message = fails("compare", path, "--text", HELDOUT, "--windows", 1)
+    assert message == f"{path}: num_experts_per_tok=9 is more than num_experts=8"
     assert fails("explain", "--top-k", 9) == "--top-k 9 is more than --experts 8"
 
 
