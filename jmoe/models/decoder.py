@@ -15,7 +15,7 @@ from jmoe.models.config import DecoderConfig
 from jmoe.nn import FusedMoE, KVCache, Linear
 from jmoe.nn.options import extent
 from jmoe.nn.rules import Rules as Rules
-from jmoe.nn.rules import decide, decide_all
+from jmoe.nn.rules import check_rules, decide, decide_all
 from jmoe.scheme import Recipe
 
 
@@ -188,6 +188,7 @@ class Decoder(nnx.Module):
         rngs: nnx.Rngs | None = None,
     ) -> None:
         check_type("config", config, DecoderConfig, "a DecoderConfig")
+        check_rules(rules)
         self.config = config
         param_dtype = float_dtype("param_dtype", param_dtype, COMPUTE_DTYPES)
         self.dtype = param_dtype if dtype is None else float_dtype("dtype", dtype, COMPUTE_DTYPES)
@@ -240,7 +241,7 @@ class Decoder(nnx.Module):
             self.lm_head = linear(
                 "lm_head", config.hidden_size, config.vocab_size, "bf16", preferred_element_type=jnp.float32
             )
-        decide_all(rules, paths)  # raises where a rule is of no use
+        decide_all(rules, [(path,) for path in paths])  # raises where a rule is of no use
 
     def __call__(self, tokens: Array) -> Array:
         """float32 logits (B, S, V) of integer tokens (B, S): entry s is about token s + 1; B and S may be 0.

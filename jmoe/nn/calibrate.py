@@ -73,7 +73,7 @@ class Calibration:
             warnings.warn(
                 f"{path}: experts {unseen} got no token in calibration; the scale of their intermediate is the largest "
                 "of the other experts'",
-                stacklevel=3,
+                stacklevel=4,
             )
         return _scale(np.where(slots == 0, amax.max(axis=-1, keepdims=True), amax), scheme)
 

@@ -1,5 +1,6 @@
 """``quantize_model``: quantizes the layers of an existing model, as rules say."""
 
+import collections
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -96,7 +97,8 @@ def quantize_model(
     ``nnx.LinearGeneral`` (of which ``nnx.MultiHeadAttention`` is made) and ``nnx.Einsum``, in whose place a ``Linear``
     comes that is called the same way. Stacked layers (a leading axis in every variable, as ``nnx.vmap`` makes them)
     stay stacked. One layer is quantized after the other and its dense weight released, so that there is never a second
-    copy of the model.
+    copy of the model. A layer that is held in several places is quantized once, as the first rule says that matches any
+    of its paths, and layers that share a weight share it afterwards, where they get one recipe.
 
     Example usage::
 
@@ -126,13 +128,19 @@ def quantize_model(
 
     Raises:
       ValueError: a rule that decides nothing; or a layer to be quantized that is quantized already, whose class or
-        product is not known, or that lacks calibration. Nothing is changed then.
+        product is not known, or that lacks calibration; TypeError: rules that are none, or a layer that holds or
+        computes in what a ``Linear`` does not. Nothing is changed then.
     """
     nodes = [node for node in walk.modules(model) if isinstance(node.module, (Linear, FusedMoE, *FLAX_LAYERS))]
-    decisions = decide_all(rules, [node.path for node in nodes])
+    decisions = decide_all(rules, [node.paths for node in nodes])
+    scales = {}
     for node in nodes:
         if (recipe := decisions[node.path].recipe) is not None:
             _check(node, recipe, calibration)
+            scales[node.path] = _scales(node, recipe, calibration)
+            _rehearse(node, recipe, device, scales[node.path])
+    shared = _shared_weights([node for node in nodes if node.path in scales])
+    sharers: dict[Any, nnx.Module] = {}
     rows = []
     nodes.reverse()
     while nodes:  # a node goes as it is done, and with it the last reference to its dense weight
@@ -141,7 +149,12 @@ def quantize_model(
         before = _nbytes(node.module)
         after, noise = before, None
         if decision.recipe is not None:
-            after, noise = _convert(node, decision.recipe, device, calibration, sqnr)
+            layer, powers = _converted(node.module, decision.recipe, device, scales[node.path], measure=sqnr)
+            if layer is not node.module:
+                node.replace(layer)
+            if (key := shared.get(node.path)) is not None:
+                _share(layer, sharers.setdefault((key, decision.recipe), layer))
+            after, noise = _nbytes(layer), _decibels(powers) if sqnr else None
         rows.append(
             LayerReport(
                 path=node.path,
@@ -170,6 +183,8 @@ def _check(node: walk.Node, recipe: Recipe, calibration: Calibration | None) -> 
                 )
     else:
         flax_layers.check(node.path, module)
+        if node.fixed is not None:
+            raise ValueError(f"{node.fixed} is held by a tuple, which cannot be changed in place; use an nnx.List")
     if recipe.input is not None and recipe.input.static:
         if calibration is None:
             raise ValueError(
@@ -179,43 +194,71 @@ def _check(node: walk.Node, recipe: Recipe, calibration: Calibration | None) -> 
         calibration.check(node.path, experts=isinstance(module, FusedMoE))
 
 
-def _convert(
-    node: walk.Node,
+def _scales(node: walk.Node, recipe: Recipe, calibration: Calibration | None) -> dict[str, Array]:
+    """The given activation scales of a layer, by the weight that the activation meets."""
+    scheme = recipe.input
+    if scheme is None or not scheme.static or calibration is None:
+        return {}
+    first = calibration.input_scale(node.path, scheme)
+    if not isinstance(node.module, FusedMoE):
+        return {"weight": first}
+    return {"w13": first, "w2": calibration.intermediate_scale(node.path, scheme)}
+
+
+def _rehearse(
+    node: walk.Node, recipe: Recipe, device: DeviceSpec | jax.Device | str | None, scales: dict[str, Array]
+) -> None:
+    """Converts a layer without its values: what goes wrong with it does so before any layer is changed."""
+    nnx.eval_shape(lambda module: _converted(module, recipe, device, scales), node.module)
+
+
+def _converted(
+    module: Any,
     recipe: Recipe,
     device: DeviceSpec | jax.Device | str | None,
-    calibration: Calibration | None,
-    measure: bool,
-) -> tuple[int, float | None]:
-    """Quantizes one layer; its bytes afterwards, and its SQNR in dB where that is to be measured."""
-    module = node.module
-    scheme = recipe.input
+    scales: dict[str, Array],
+    *,
+    measure: bool = False,
+) -> tuple[Linear | FusedMoE, list[Any]]:
+    """The quantized layer, ``module`` itself if it is one of ours, and ``_powers`` of its weights where asked for."""
+    powers = []
     if isinstance(module, FusedMoE):
-        sums = []
         for name in module.weight_names:
             dense = getattr(module, name).get_value()
             q = prepare(quantize_experts(dense, recipe, first=name == "w13"), op="moe", device=device)
-            scale = None
-            if scheme is not None and scheme.static and calibration is not None:
-                scale_of = calibration.input_scale if name == "w13" else calibration.intermediate_scale
-                scale = scale_of(node.path, scheme)
-            (module.set_w13 if name == "w13" else module.set_w2)(q, input_scale=scale)
-            sums.append(_powers(dense, q) if measure else None)
+            (module.set_w13 if name == "w13" else module.set_w2)(q, input_scale=scales.get(name))
+            powers += [_powers(dense, q)] if measure else []
             jax.block_until_ready(q)
             del dense, q
-        return _nbytes(module), _decibels(sums) if measure else None
+        return module, powers
     layer = module if isinstance(module, Linear) else from_flax(module)
     dense = layer.weight.get_value()
     q = prepare(quantize(dense, recipe), op="linear", device=device)
-    scale = None
-    if scheme is not None and scheme.static and calibration is not None:
-        known = calibration.input_scale(node.path, scheme)
-        scale = jnp.broadcast_to(known.reshape(*known.shape, *(1,) * (q.ndim - 2 - known.ndim)), q.shape[:-2])
+    scale = scales.get("weight")
+    if scale is not None:
+        scale = jnp.broadcast_to(scale.reshape(*scale.shape, *(1,) * (q.ndim - 2 - scale.ndim)), q.shape[:-2])
     layer.set_weight(q, input_scale=scale)
-    powers = _powers(dense, q) if measure else None
+    powers += [_powers(dense, q)] if measure else []
     jax.block_until_ready(q)  # or the next layer's codes are allocated before this one's weight is free
-    if layer is not module:
-        node.replace(layer)
-    return _nbytes(layer), None if powers is None else _decibels([powers])
+    return layer, powers
+
+
+def _shared_weights(nodes: list[walk.Node]) -> dict[str, tuple[Any, ...]]:
+    """By path, of layers of one kind that hold the same variables for their weights: what tells which these are."""
+    keys = {}
+    for node in nodes:
+        names = node.module.weight_names if isinstance(node.module, Linear | FusedMoE) else ("kernel",)
+        keys[node.path] = (type(node.module), *(id(getattr(node.module, name)) for name in names))
+    counts = collections.Counter(keys.values())
+    return {path: key for path, key in keys.items() if counts[key] > 1}
+
+
+def _share(layer: Any, first: Any) -> None:
+    """Gives ``layer`` the variables of the weights of ``first``."""
+    if layer is not first:
+        for name in layer.weight_names:
+            for part in param.part_names(name):
+                setattr(layer, part, getattr(first, part))
 
 
 def _nbytes(module: nnx.Module) -> int:

@@ -23,40 +23,52 @@ class Decision:
     recipe: Recipe | None
 
 
-def decide(rules: Rules, path: str) -> Decision:
-    """The first rule whose expression matches all of ``path``; an empty expression never does."""
+def check_rules(rules: Rules) -> None:
+    """Raises TypeError where rules are no pairs of an expression and a recipe, ValueError where either is not known."""
+    if isinstance(rules, str) or not isinstance(rules, Sequence):
+        raise TypeError(f"rules={rules!r} must be a list of (regular expression, recipe or None) pairs")
+    for index, rule in enumerate(rules):
+        if not isinstance(rule, tuple | list) or len(rule) != 2 or not isinstance(rule[0], str):
+            raise TypeError(f"rule {index} is {rule!r}, but it is a pair of a regular expression and a recipe or None")
+        try:
+            re.compile(rule[0])
+        except re.error as error:
+            raise ValueError(f"rule {index} ({rule[0]!r}) is not a regular expression: {error}") from error
+        if rule[1] is not None:
+            as_recipe(rule[1])
+
+
+def decide(rules: Rules, *paths: str) -> Decision:
+    """The first rule whose expression matches all of a path of the layer's; an empty path is never matched."""
     for index, (pattern, recipe) in enumerate(rules):
-        if path and re.fullmatch(pattern, path):
+        if any(path and re.fullmatch(pattern, path) for path in paths):
             how = None if recipe is None else as_recipe(recipe)
             return Decision(index, None if how is None or how.weight is None else how)
     return Decision(None, None)
 
 
-def decide_all(rules: Rules, paths: Sequence[str]) -> dict[str, Decision]:
-    """A decision for every layer.
+def decide_all(rules: Rules, layers: Sequence[tuple[str, ...]]) -> dict[str, Decision]:
+    """A decision for every layer, by the first of its paths: a layer that is held in several places has several.
 
     Raises:
       ValueError: an expression that is none, or a rule that decides nothing: no layer matches it, or earlier rules
-        decide all that do.
+        decide all that do; TypeError: rules that are no pairs of an expression and a recipe.
     """
-    for index, (pattern, _) in enumerate(rules):
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"rule {index} ({pattern!r}) is not a regular expression: {error}") from error
-    decisions = {path: decide(rules, path) for path in paths}
+    check_rules(rules)
+    decisions = {paths[0]: decide(rules, *paths) for paths in layers}
     for index, (pattern, _) in enumerate(rules):
         if any(decision.rule == index for decision in decisions.values()):
             continue
-        matched = [path for path in paths if path and re.fullmatch(pattern, path)]
+        matched = [paths[0] for paths in layers if any(path and re.fullmatch(pattern, path) for path in paths)]
         if matched:
             first = decisions[matched[0]].rule
             raise ValueError(
                 f"rule {index} ({pattern!r}) decides nothing: all that it matches, {_some(matched)}, is decided by "
                 f"earlier rules, the first of them rule {first}; put the special rule before the general one"
             )
+        known = [path for paths in layers for path in paths]
         raise ValueError(
-            f"rule {index} ({pattern!r}) matches no layer; it must match a whole path, and layers are {_some(paths)}"
+            f"rule {index} ({pattern!r}) matches no layer; it must match a whole path, and layers are {_some(known)}"
         )
     return decisions
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax import nnx
 
@@ -14,22 +14,43 @@ class Node:
     """A module of a model.
 
     Attributes:
-      path: "layers.0.self_attn.q_proj"; of a module that is held in several places, the first.
+      paths: "layers.0.self_attn.q_proj"; several of a module that is held in several places.
       module: itself.
       replace: puts another module in its place, wherever it is held.
+      fixed: the place, if any, where it cannot be replaced, for a tuple holds it.
     """
 
-    path: str
+    paths: tuple[str, ...]
     module: Any
     replace: Replace
+    fixed: str | None
+
+    @property
+    def path(self) -> str:
+        """The first place."""
+        return self.paths[0]
 
 
 def modules(model: nnx.Module) -> list[Node]:
     """Every module below ``model`` once, parents before children; the model itself has no place and is left out."""
-    found: dict[int, tuple[str, nnx.Module, list[Replace]]] = {}
-    for path, module, replace in _walk(model, (), {id(model)}):
-        found.setdefault(id(module), (".".join(path), module, []))[2].append(replace)
-    return [Node(path, module, _all_of(places)) for path, module, places in found.values()]
+    found: dict[int, tuple[nnx.Module, list[_Place]]] = {}
+    for place, module in _walk(model, (), {id(model)}):
+        found.setdefault(id(module), (module, []))[1].append(place)
+    return [
+        Node(
+            tuple(place.path for place in places),
+            module,
+            _all_of([place.replace for place in places]),
+            next((place.path for place in places if place.fixed), None),
+        )
+        for module, places in found.values()
+    ]
+
+
+class _Place(NamedTuple):
+    path: str
+    replace: Replace
+    fixed: bool
 
 
 def _all_of(places: list[Replace]) -> Replace:
@@ -40,12 +61,12 @@ def _all_of(places: list[Replace]) -> Replace:
     return replace
 
 
-def _walk(parent: Any, path: tuple[str, ...], seen: set[int]) -> Iterator[tuple[tuple[str, ...], nnx.Module, Replace]]:
-    """(path, module, how to replace it) for each place below ``parent`` that holds a module."""
+def _walk(parent: Any, path: tuple[str, ...], seen: set[int]) -> Iterator[tuple[_Place, nnx.Module]]:
+    """Each place below ``parent`` that holds a module, and the module."""
     for key, child in _children(parent):
         here = (*path, str(key))
         if isinstance(child, nnx.Module):
-            yield here, child, _setter(parent, key, here)
+            yield _Place(".".join(here), _setter(parent, key), isinstance(parent, tuple)), child
         elif not isinstance(child, dict | list | tuple):
             continue
         if id(child) not in seen:
@@ -61,12 +82,10 @@ def _children(parent: Any) -> list[tuple[Any, Any]]:
     return list(parent.items() if isinstance(parent, dict) else enumerate(parent))
 
 
-def _setter(parent: Any, key: Any, path: tuple[str, ...]) -> Replace:
+def _setter(parent: Any, key: Any) -> Replace:
     def replace(new: nnx.Module) -> None:
         if isinstance(parent, nnx.Module):
             setattr(parent, key, new)
-        elif isinstance(parent, tuple):
-            raise ValueError(f"{'.'.join(path)} is held by a tuple, which cannot be changed in place; use an nnx.List")
         else:
             parent[key] = new
 
