@@ -7,11 +7,13 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import PartitionSpec
 
 from jmoe import numerics
 from jmoe.arguments import as_array, check_type, float_dtype
 from jmoe.numerics import INT4, INT4_OFFSET
 from jmoe.scheme import Scheme
+from jmoe.sharding import AxisName, automatic_inside, spec_of
 from pallas_kernels import bits
 from pallas_kernels.layouts import CANONICAL, Layout
 
@@ -48,6 +50,7 @@ class QTensor:
     odd_k: bool = field(metadata={"static": True}, default=False)
 
     @classmethod
+    @automatic_inside(lambda q, _, data, *__, **___: part_specs(q, spec_of(data)))
     def make(
         cls,
         data: Array,
@@ -116,6 +119,7 @@ class QTensor:
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     @property
+    @automatic_inside(lambda _, q: PartitionSpec(*spec_of(q.data)))
     def codes(self) -> Array:
         """The codes as the format's own dtype: float8_*, int8, float4_e2m1fn, or int4 (uint8 with a zero point)."""
         raw = numerics.unpack(self.data, self.scheme.fmt, self.shape[-1])
@@ -132,6 +136,7 @@ class QTensor:
             return lax.bitcast_convert_type(self.scale, jnp.float8_e8m0fnu)
         return self.scale
 
+    @automatic_inside(lambda _, q: PartitionSpec(*spec_of(q.scale)))
     def combined_scale(self) -> Array:
         """float32 scale * global_scale on the scale grid (rows where the global scale has them), rounded once."""
         scale = numerics.decode_scale(self.scale)
@@ -141,6 +146,7 @@ class QTensor:
             scale = expand_axis(scale, -2, self.scheme.block[0], self.shape[-2])
         return scale * self.global_scale
 
+    @automatic_inside(lambda _, q, *__, **___: PartitionSpec(*spec_of(q.data)))
     def dequantize(self, dtype: jax.typing.DTypeLike = jnp.float32) -> Array:
         """The values (..., N, K), computed in float32 and cast once to a floating point dtype."""
         dtype = float_dtype("dtype", dtype)
@@ -178,6 +184,33 @@ class QTensor:
         parts.append(self.scheme.describe())
         parts.append(f"input {self.input_scheme.describe()}" if self.input_scheme else "weight-only")
         return f"QTensor({', '.join(parts)})"
+
+
+def part_specs(q: QTensor, spec: tuple[AxisName, ...]) -> QTensor:
+    """How the arrays of ``q`` are sharded where its elements are by ``spec``, one entry an axis: a PartitionSpec each.
+
+    Scales are sharded with their blocks, unless the last block is ragged, or one scale is for all.
+    """
+    *batch, rows, columns = spec
+    n, k = q.shape[-2:]
+
+    def part(leaf: Array, block: tuple[int, int]) -> PartitionSpec:
+        cells = leaf.shape[-2:]
+        names = (
+            name if cell * size == extent else None
+            for name, cell, size, extent in zip((rows, columns), cells, block, (n, k), strict=True)
+        )
+        return PartitionSpec(*batch, *names)
+
+    blocks = {
+        "data": (1, 2 if q.scheme.fmt.bits == 4 else 1),
+        "scale": q.scheme.block,
+        "global_scale": (1, 1),
+        "zero_point": q.scheme.block,
+    }
+    given = {name: getattr(q, name) for name in blocks}
+    parts: dict[str, Any] = {name: None if leaf is None else part(leaf, blocks[name]) for name, leaf in given.items()}
+    return replace(q, **parts)
 
 
 def scale_grid(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:

@@ -20,8 +20,9 @@ from jmoe import numerics
 from jmoe.arguments import as_array, check_type
 from jmoe.config import config
 from jmoe.numerics import INT4_OFFSET
-from jmoe.qtensor import QTensor, expand, scale_grid
+from jmoe.qtensor import QTensor, expand, part_specs, scale_grid
 from jmoe.scheme import Block, Recipe, Scheme, recipe
+from jmoe.sharding import automatic_inside, spec_of
 from pallas_kernels import bits
 from pallas_kernels.layouts import CANONICAL
 
@@ -38,6 +39,7 @@ class _Scales(NamedTuple):
     global_scale: Array | None
 
 
+@automatic_inside(lambda q, x, *_, **__: part_specs(q, spec_of(x)))
 def quantize(
     x: Array,
     how: Recipe | Scheme | str,
@@ -285,6 +287,7 @@ def _check_quantized(name: str, value: Any) -> None:
     check_type(name, value, QTensor, "a QTensor; quantize makes one of an array")
 
 
+@automatic_inside(lambda refined, q, *_, **__: part_specs(refined, spec_of(q.data)))
 def refine_blocks(q: QTensor, block: Block) -> QTensor:
     """The same values with smaller blocks, losslessly: every scale is repeated over the blocks that divide its own.
 
@@ -319,6 +322,7 @@ def refine_blocks(q: QTensor, block: Block) -> QTensor:
     return QTensor(q.data, refine(q.scale), q.global_scale, zero_point, scheme, q.input_scheme, q.layout, q.odd_k)
 
 
+@automatic_inside(lambda merged, shards: part_specs(merged, spec_of(shards[0].data)))
 def merge_shards(shards: Sequence[QTensor]) -> QTensor:
     """Concatenates quantized arrays along N, exactly: gate and up, or q, k and v, each with scales of its own.
 

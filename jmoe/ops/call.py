@@ -153,7 +153,10 @@ def _is_of_rows(scheme: Scheme | None) -> bool:
 
 
 def mesh_axes(args: Args) -> tuple[tuple[str, int], ...]:
-    """Axes larger than one over which XLA itself would partition: those of the mesh in force, or of the arrays'."""
+    """Axes larger than one over which XLA itself would partition: those of the mesh in force, or of the arrays'.
+
+    Explicit axes are automatic by now (``jmoe.sharding``).
+    """
     meshes = [jax.sharding.get_abstract_mesh()]
     meshes += [jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(args)]
     axes = {}

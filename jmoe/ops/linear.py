@@ -1,9 +1,11 @@
 """``linear``: activation(x w^T + bias) with a quantized or plain weight."""
 
 import math
+from typing import Any
 
 import jax
 from jax import Array
+from jax.sharding import PartitionSpec
 
 from jmoe.backends.activation import Activation, as_activation
 from jmoe.backends.spec import Accumulation, LinearArgs, OpSpec
@@ -11,9 +13,17 @@ from jmoe.ops import validate as v
 from jmoe.ops.call import call
 from jmoe.qtensor import QTensor
 from jmoe.scheme import Recipe
+from jmoe.sharding import automatic_inside, spec_of, with_last
 from pallas_kernels.layouts import CANONICAL
 
 
+def _place(y: Array, x: Any, w: Any, **_: Any) -> PartitionSpec:
+    """Leading axes as x's are, N as w's is."""
+    x, w = (a.data if isinstance(a, QTensor) else a for a in (x, w))
+    return with_last(spec_of(x), spec_of(w)[-2])
+
+
+@automatic_inside(_place)
 def linear(
     x: Array | QTensor,
     w: Array | QTensor,
@@ -45,7 +55,7 @@ def linear(
       implementation: "triton", "xla" or "reference"; None lets the selector choose.
 
     Returns:
-      (..., N).
+      (..., N). On a mesh with explicit axes, sharded as x's leading axes and w's N are.
 
     Raises:
       ValueError: shapes, scales or a recipe that do not fit; TypeError: dtypes.

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
 
 from jmoe.arguments import as_array
 from jmoe.backends.activation import Activation, ActivationParams, as_activation
@@ -14,9 +15,16 @@ from jmoe.ops import validate as v
 from jmoe.ops.call import call
 from jmoe.qtensor import QTensor
 from jmoe.scheme import Recipe
+from jmoe.sharding import automatic_inside, spec_of
 from pallas_kernels.layouts import CANONICAL
 
 
+def _place(y: Array, x: Any, *_: Any, **__: Any) -> PartitionSpec:
+    """As x is."""
+    return PartitionSpec(*spec_of(x.data if isinstance(x, QTensor) else x))
+
+
+@automatic_inside(_place)
 def fused_moe(
     x: Array | QTensor,
     w13: Array | QTensor,
@@ -64,7 +72,7 @@ def fused_moe(
       implementation: "triton", "xla" or "reference"; None lets the selector choose.
 
     Returns:
-      (..., H).
+      (..., H). On a mesh with explicit axes, sharded as x is.
 
     Raises:
       ValueError: shapes, scales, an activation or a recipe that do not fit; TypeError: dtypes.
@@ -116,6 +124,7 @@ def fused_moe(
     return call(op, args, implementation).reshape(*lead, experts.hidden)
 
 
+@automatic_inside(_place)
 def batched_experts(
     x: Array | QTensor,
     counts: Array,
@@ -145,7 +154,7 @@ def batched_experts(
       w13, w2, and the options: as for ``fused_moe``.
 
     Returns:
-      (E, T_max, H).
+      (E, T_max, H). On a mesh with explicit axes, sharded as x is.
     """
     experts = _Experts(w13, w2, recipe, activation, activation_params, b13, b2, layer)
     x = experts.as_input(x, "(E, T_max, H)", "(E, T_max, H)")

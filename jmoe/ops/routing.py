@@ -3,15 +3,17 @@
 import math
 import numbers
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import PartitionSpec
 
 from jmoe.arguments import as_array
 from jmoe.ops.validate import check_shape
+from jmoe.sharding import automatic_inside, spec_of
 from pallas_kernels import bits
 
 
@@ -94,6 +96,11 @@ class Routing:
             raise ValueError(f"n_identity={self.n_identity} leaves none of {experts} experts")
 
 
+def _place(routed: Routed, logits: Any, *_: Any, **__: Any) -> Routed:
+    return jax.tree.map(lambda _: PartitionSpec(*spec_of(logits)[:-1]), routed)
+
+
+@automatic_inside(_place)
 def route(logits: Array, routing: Routing, *, bias: Array | None = None) -> Routed:
     """Each token's experts and weights.
 
@@ -105,7 +112,7 @@ def route(logits: Array, routing: Routing, *, bias: Array | None = None) -> Rout
       bias: (E,), DeepSeek-V3's e_score_correction_bias: added to the scores to choose, not to weigh.
 
     Returns:
-      Routed, k = routing.top_k.
+      Routed, k = routing.top_k. On a mesh with explicit axes, sharded as the leading axes of logits are.
 
     Raises:
       ValueError: shapes, groups or top_k that do not fit; TypeError: dtypes.
@@ -132,7 +139,7 @@ def route(logits: Array, routing: Routing, *, bias: Array | None = None) -> Rout
         weights = _score(chosen, routing.score)
     else:
         scores = _score(logits, routing.score)
-        choice = scores if bias is None else scores + bias.astype(jnp.float32)
+        choice = scores if bias is None else scores + jnp.broadcast_to(bias.astype(jnp.float32), scores.shape)
         if routing.n_group > 1:
             choice = _keep_best_groups(choice, routing, by_best_two=bias is not None)
         _, ids = lax.top_k(choice, routing.top_k)
@@ -179,5 +186,5 @@ def _keep_best_groups(choice: Array, routing: Routing, *, by_best_two: bool) -> 
     grouped = choice.reshape(*choice.shape[:-1], routing.n_group, choice.shape[-1] // routing.n_group)
     best = lax.top_k(grouped, min(2 if by_best_two else 1, grouped.shape[-1]))[0]
     _, kept = lax.top_k(jnp.sum(best, axis=-1), routing.topk_group)
-    keep = jnp.any(kept[..., :, None] == jnp.arange(routing.n_group, dtype=kept.dtype), axis=-2)
+    keep = jnp.any(jax.nn.one_hot(kept, routing.n_group, dtype=jnp.bool_), axis=-2)
     return jnp.where(keep[..., None], grouped, -jnp.inf).reshape(choice.shape)
