@@ -17,6 +17,7 @@ from jmoe.nn.param import AxisName
 from jmoe.qtensor import QTensor
 from jmoe.quantize import quantize
 from jmoe.scheme import Recipe, as_recipe
+from jmoe.sharding import spec_of, with_last
 
 
 class Linear(nnx.Module):
@@ -223,7 +224,7 @@ class Linear(nnx.Module):
 
     def _spec(self, x: Array) -> PartitionSpec:
         spec = tuple(nnx.get_partition_spec(self.weight).get_value())
-        return mesh.with_last(mesh.spec_of(x), spec[-2] if spec else None)
+        return with_last(spec_of(x), spec[-2] if spec else None)
 
     def _apply(self, x: Array) -> Array:
         return self._product(x, self.qweight, param.value_of(self.bias), param.value_of(self.weight_input_scale))

@@ -8,8 +8,6 @@ from flax import nnx
 from jax import Array
 from jax.sharding import AxisType, PartitionSpec
 
-from jmoe.nn.param import AxisName
-
 Module = TypeVar("Module", bound=nnx.Module)
 
 
@@ -42,16 +40,3 @@ def apply(
         return automatic(state, x)
     y = compute(module, x)
     return y if sharding is None else jax.lax.with_sharding_constraint(y, sharding)
-
-
-def spec_of(x: Array) -> tuple[AxisName, ...]:
-    """The mesh axes that each axis of ``x`` is sharded over, as its type says."""
-    spec = tuple(jax.typeof(x).sharding.spec)
-    return (*spec, *(None,) * (x.ndim - len(spec)))
-
-
-def with_last(axes: tuple[AxisName, ...], name: AxisName) -> PartitionSpec:
-    """The spec of a product's result: x's axes but the last, then ``name`` if none of them is sharded over it."""
-    used = {part for axis in axes[:-1] for part in (axis if isinstance(axis, tuple) else (axis,))}
-    free = name is not None and not used & set(name if isinstance(name, tuple) else (name,))
-    return PartitionSpec(*axes[:-1], name if free else None)

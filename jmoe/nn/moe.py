@@ -19,6 +19,7 @@ from jmoe.nn.param import AxisName
 from jmoe.ops import Routed, Routing
 from jmoe.qtensor import QTensor
 from jmoe.scheme import Recipe, as_recipe
+from jmoe.sharding import spec_of
 
 
 class FusedMoE(nnx.Module):
@@ -401,7 +402,7 @@ class FusedMoE(nnx.Module):
         Returns:
           (..., H).
         """
-        return mesh.apply(FusedMoE._apply, self, x, out_sharding, lambda: PartitionSpec(*mesh.spec_of(x)))
+        return mesh.apply(FusedMoE._apply, self, x, out_sharding, lambda: PartitionSpec(*spec_of(x)))
 
     def _apply(self, x: Array) -> Array:
         routed = self.route(x)
