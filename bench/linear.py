@@ -4,9 +4,8 @@ Every measurement goes through a few distinct layers whose weights together are 
 summed over independent calls; wall times are of calls that depend on each other, unrolled and in a scan over layers.
 """
 
-import functools
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import jmoe
-from bench import report, timing
+from bench import harness, report
 
 LAYERS = {
     "8192x8192": (8192, 8192),
@@ -38,18 +37,7 @@ def run(
     save: Callable[[dict[str, Any]], object] = lambda results: None,
 ) -> dict[str, Any]:
     """Measures every layer, recipe and row count; see ``report.result``. ``save`` gets what there is so far."""
-    ceilings = timing.ceilings()
-    rows = {}
-    for name in layers:
-        n, k = LAYERS[name]
-        for recipe in recipes:
-            torch = recipe == "torch-fp8"
-            measured = (_torch_rows if torch else functools.partial(_rows, recipe))(n, k, tokens, ceilings)
-            for t, values in measured.items():
-                rows[f"{name}/{recipe}/{t}"] = values
-                print(f"{name}/{recipe}/{t}: {values}", flush=True)
-            save(report.result(ceilings, rows))
-    return report.result(ceilings, rows)
+    return harness.run(_rows, layers, recipes, tokens, save)
 
 
 def _bytes_a_layer(recipe: str, n: int, k: int) -> int:
@@ -74,69 +62,51 @@ def _weights(recipe: str, n: int, k: int) -> Any:
     return jax.jit(lambda keys: lax.map(make, keys))(keys)
 
 
-def _rows(recipe: str, n: int, k: int, tokens: Sequence[int], ceilings: dict[str, float]) -> dict[int, report.Row]:
-    weights, depth = _weights(recipe, n, k), _depth(recipe, n, k)
-    stacked = recipe != "xla-bf16"
+def _rows(name: str, recipe: str, tokens: Sequence[int], ceilings: harness.Ceilings) -> Iterator[harness.Measured]:
+    n, k = LAYERS[name]
+    if recipe == "torch-fp8":
+        yield from _torch_rows(n, k, tokens, ceilings)
+        return
+    stacked, depth = recipe != "xla-bf16", _depth(recipe, n, k)
 
-    def call(x: Array, weights: Any, layer: Any) -> Array:
+    def call(x: Array, weights: Any, _: None, layer: Any) -> Array:
         if stacked:
             return jmoe.linear(x, weights, layer=layer, implementation="triton")
         return lax.dot_general(x, weights[layer], (((1,), (1,)), ((), ())))
 
-    def independent(xs: list[Array], weights: Any) -> list[Array]:
-        return [call(x, weights, i) for i, x in enumerate(xs)]
-
-    def unrolled(x: Array, weights: Any) -> Array:
-        return functools.reduce(lambda x, i: _next(x, call(x, weights, i)), range(depth), x)
-
-    def scanned(x: Array, weights: Any) -> Array:
-        return lax.scan(lambda x, i: (_next(x, call(x, weights, i)), None), x, jnp.arange(depth, dtype=jnp.int32))[0]
-
-    xs = {t: jax.random.normal(jax.random.key(t), (t, k), jnp.bfloat16) for t in tokens}
-    functions = {}
-    for t, x in xs.items():
-        functions[f"independent {t}"] = independent, ([x] * depth, weights)
-        functions[f"unrolled {t}"] = unrolled, (x, weights)
-        if stacked:
-            functions[f"scanned {t}"] = scanned, (x, weights)
-    compiled = timing.compile_all(functions)
-
-    def measured(t: int) -> report.Row:
-        x = xs[t]
-        kernels = timing.kernel_times(compiled[f"independent {t}"], [x + i for i in range(depth)], weights)
-        fp8 = recipe in ("fp8_tensor", "fp8_channel", "fp8_block")
-        return report.row(
-            us=timing.wall_us(compiled[f"unrolled {t}"], x, weights) / depth,
-            us_scan=timing.wall_us(compiled[f"scanned {t}"], x, weights) / depth if stacked else None,
-            us_kernels=sum(us for _, us in kernels) / depth if kernels else None,
-            launches=len(kernels) // depth if kernels else None,
+    inputs = {
+        t: harness.Inputs(
+            x=jax.random.normal(jax.random.key(t), (t, k), jnp.bfloat16),
+            others=[None] * depth,
             flops=2 * t * n * k,
             moved=_bytes_a_layer(recipe, n, k) + 2 * t * (k + n),
-            peak_tflops=ceilings["fp8_tflops" if fp8 else "bf16_tflops"],
-            ceilings=ceilings,
         )
+        for t in tokens
+    }
+    yield from harness.measure(
+        call,
+        _weights(recipe, n, k),
+        inputs,
+        depth=depth,
+        calls=depth,
+        scan=stacked,
+        peak=harness.peak_tflops(recipe, ceilings),
+        ceilings=ceilings,
+    )
 
-    return {t: measured(t) for t in tokens}
 
-
-def _next(x: Array, y: Array) -> Array:
-    """The next layer's input: x, made to depend on all rows of y."""
-    return x + y[:, :1] * jnp.asarray(1e-6, x.dtype)
-
-
-def _torch_rows(n: int, k: int, tokens: Sequence[int], ceilings: dict[str, float]) -> dict[int, report.Row]:
+def _torch_rows(n: int, k: int, tokens: Sequence[int], ceilings: harness.Ceilings) -> Iterator[harness.Measured]:
     """``torch._scaled_mm`` with a scale a row of both operands; x comes quantised, so this is the product alone."""
     if importlib.util.find_spec("torch") is None or n % 16 or k % 16:
-        return {}
+        return
     import torch
 
     if not torch.cuda.is_available():
-        return {}
+        return
     depth = _depth("fp8_channel", n, k)
     device, e4m3 = torch.device("cuda"), torch.float8_e4m3fn
     weights = [torch.randn(n, k, device=device, dtype=torch.bfloat16).to(e4m3) for _ in range(depth)]
     scale_w = torch.ones(1, n, device=device)
-    rows = {}
     for t in tokens:
         x, scale_x = torch.randn(t, k, device=device).to(e4m3), torch.ones(t, 1, device=device)
 
@@ -147,7 +117,7 @@ def _torch_rows(n: int, k: int, tokens: Sequence[int], ceilings: dict[str, float
                 )
 
         us = _torch_us(step) / depth
-        rows[t] = report.row(
+        row = report.row(
             us=us,
             us_scan=None,
             us_kernels=None,
@@ -157,7 +127,7 @@ def _torch_rows(n: int, k: int, tokens: Sequence[int], ceilings: dict[str, float
             peak_tflops=ceilings["fp8_tflops"],
             ceilings=ceilings,
         )
-    return rows
+        yield t, row, {}
 
 
 def _torch_us(step: Callable[[], None], replays: int = 20) -> float:

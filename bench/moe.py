@@ -2,11 +2,12 @@
 
 Calls go through four distinct stacked layers in turn, so that no call finds its weights in the L2 cache. Kernels are
 summed over independent calls with routings of their own; wall times are of calls that depend on each other, unrolled
-and in a scan over the index of the layer. Routing is uniform, and a token's experts are distinct.
+and in a scan over the index of the layer. Routing is uniform, and a token's experts are distinct. Peers are what else
+there is in JAX, in bfloat16; their layers are not scanned over, which would copy a layer's weights each step.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +16,8 @@ import numpy as np
 from jax import Array, lax
 
 import jmoe
-from bench import report, timing
+from bench import harness
+from bench.peers import PEERS, Dot, fused_moe, is_here
 from jmoe.qtensor import QTensor, scale_grid
 
 LAYERS = {
@@ -26,7 +28,7 @@ LAYERS = {
 }
 """Name to (H, I, E, k)."""
 
-RECIPES = ("fp8_block", "fp8_channel", "fp8_tensor", "fp8_w8a16", "bf16")
+RECIPES = ("fp8_block", "fp8_channel", "fp8_tensor", "fp8_w8a16", "bf16", *PEERS)
 TOKENS = (1, 8, 64, 512, 2048, 8192)
 
 DEPTH = 4
@@ -41,25 +43,16 @@ def run(
     save: Callable[[dict[str, Any]], object] = lambda results: None,
 ) -> dict[str, Any]:
     """Measures every layer, recipe and token count; see ``report.result``. ``save`` gets what there is so far."""
-    ceilings = timing.ceilings()
-    rows: dict[str, report.Row] = {}
-    for name in layers:
-        for recipe in recipes:
-            if _bytes(name, recipe) > 0.8 * _memory():
-                print(f"{name}/{recipe}: {DEPTH} layers do not fit this device's memory", flush=True)
-                continue
-            weights = make_weights(name, recipe)
-            for t, (values, kernels) in _rows(name, recipe, weights, tokens, ceilings):
-                rows[f"{name}/{recipe}/{t}"] = values
-                print(f"{name}/{recipe}/{t}: {values} {kernels}", flush=True)
-                save(report.result(ceilings, rows))
-            del weights
-    return report.result(ceilings, rows)
+    return harness.run(_rows, layers, recipes, tokens, save)
 
 
 def _bytes(name: str, recipe: str) -> int:
     hidden, intermediate, experts, _ = LAYERS[name]
-    return DEPTH * experts * 3 * hidden * intermediate * (2 if recipe == "bf16" else 1)
+    return DEPTH * experts * 3 * hidden * intermediate * _bytes_each(recipe)
+
+
+def _bytes_each(recipe: str) -> int:
+    return 2 if recipe.endswith("bf16") else 1
 
 
 def _memory() -> float:
@@ -107,62 +100,65 @@ def routing(tokens: int, name: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return weights / weights.sum(1, keepdims=True), ids
 
 
-def _rows(name: str, recipe: str, weights: tuple[Any, Any], tokens: Sequence[int], ceilings: dict[str, float]) -> Any:
-    """Yields (T, (row, microseconds of each kernel)) for each token count."""
+def _rows(name: str, recipe: str, tokens: Sequence[int], ceilings: harness.Ceilings) -> Iterator[harness.Measured]:
+    if _bytes(name, recipe) > 0.8 * _memory():
+        print(f"{name}/{recipe}: {DEPTH} layers do not fit this device's memory", flush=True)
+        return
+    measure = functools.partial(
+        harness.measure, depth=DEPTH, calls=_CALLS, peak=harness.peak_tflops(recipe, ceilings), ceilings=ceilings
+    )
+    inputs = {t: _inputs(name, recipe, t) for t in tokens}
+    if recipe not in PEERS:
+        yield from measure(_call, make_weights(name, recipe), inputs, scan=True)
+        return
+    if not is_here(recipe):
+        print(f"{name}/{recipe}: not installed", flush=True)
+        return
+    weights = _peer_weights(name)
+    for t, each in inputs.items():
+        try:
+            yield from measure(functools.partial(_peer_call, PEERS[recipe]), weights, {t: each}, scan=False)
+        except NotImplementedError as refusal:
+            print(f"{name}/{recipe}/{t}: {refusal}", flush=True)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            print(f"{name}/{recipe}/{t}: does not fit this device's memory", flush=True)
+
+
+def _inputs(name: str, recipe: str, t: int) -> harness.Inputs:
     hidden, intermediate, _, top_k = LAYERS[name]
-
-    def call(x: Array, weights: tuple[Any, Any], routing: tuple[Array, Array], layer: Any) -> Array:
-        layer = jnp.asarray(layer, jnp.int32)
-        return jmoe.fused_moe(x, *weights, *routing, layer=layer, implementation="triton")
-
-    def independent(xs: list[Array], weights: Any, routings: Any) -> list[Array]:
-        return [call(x, weights, routing, i) for i, (x, routing) in enumerate(zip(xs, routings, strict=True))]
-
-    def unrolled(x: Array, weights: Any, routings: Any) -> Array:
-        for i in range(_CALLS):
-            x = _next(x, call(x, weights, routings[i % DEPTH], i % DEPTH))
-        return x
-
-    def scanned(x: Array, weights: Any, routings: Any) -> Array:
-        layers = jnp.arange(_CALLS, dtype=jnp.int32) % DEPTH
-        return lax.scan(lambda x, layer: (_next(x, call(x, weights, routings[0], layer)), None), x, layers)[0]
-
-    inputs, functions = {}, {}
-    for t in tokens:
-        x = jax.random.normal(jax.random.key(t), (t, hidden), jnp.bfloat16)
-        routings = [jax.tree.map(jnp.asarray, routing(t, name, seed)) for seed in range(DEPTH)]
-        inputs[t] = x, routings
-        functions[f"independent {t}"] = independent, ([x] * DEPTH, weights, routings)
-        functions[f"unrolled {t}"] = unrolled, (x, weights, routings)
-        functions[f"scanned {t}"] = scanned, (x, weights, routings)
-    compiled = timing.compile_all(functions)
-
-    for t, (x, routings) in inputs.items():
-        xs = [x + jnp.bfloat16(i) for i in range(DEPTH)]
-        kernels = timing.kernel_times(compiled[f"independent {t}"], xs, weights, routings)
-        active = float(np.mean([len(np.unique(np.asarray(ids))) for _, ids in routings]))
-        fp8 = recipe in ("fp8_tensor", "fp8_channel", "fp8_block")
-        row = report.row(
-            us=timing.wall_us(compiled[f"unrolled {t}"], x, weights, routings) / _CALLS,
-            us_scan=timing.wall_us(compiled[f"scanned {t}"], x, weights, routings) / _CALLS,
-            us_kernels=sum(us for _, us in kernels) / DEPTH if kernels else None,
-            launches=len(kernels) // DEPTH if kernels else None,
-            flops=6 * t * top_k * hidden * intermediate,
-            moved=active * 3 * hidden * intermediate * (2 if recipe == "bf16" else 1) + 4 * t * hidden,
-            peak_tflops=ceilings["fp8_tflops" if fp8 else "bf16_tflops"],
-            ceilings=ceilings,
-        )
-        yield t, (row, by_name(kernels))
+    routings = [routing(t, name, seed) for seed in range(DEPTH)]
+    active = float(np.mean([len(np.unique(ids)) for _, ids in routings]))
+    return harness.Inputs(
+        x=jax.random.normal(jax.random.key(t), (t, hidden), jnp.bfloat16),
+        others=[jax.tree.map(jnp.asarray, each) for each in routings],
+        flops=6 * t * top_k * hidden * intermediate,
+        moved=active * 3 * hidden * intermediate * _bytes_each(recipe) + 4 * t * hidden,
+    )
 
 
-def _next(x: Array, y: Array) -> Array:
-    """The next call's input: x, made to depend on all rows of y. (A gated layer's y grows as x squared.)"""
-    return x + y[:, :1] * jnp.asarray(1e-6, x.dtype)
+def _call(x: Array, weights: tuple[Any, Any], routing: tuple[Array, Array], layer: Any) -> Array:
+    layer = jnp.asarray(layer, jnp.int32)
+    return jmoe.fused_moe(x, *weights, *routing, layer=layer, implementation="triton")
 
 
-def by_name(kernels: timing.Kernels | None) -> dict[str, float]:
-    """Microseconds a call of each kernel."""
-    sums: dict[str, float] = {}
-    for name, us in kernels or []:
-        sums[name] = sums.get(name, 0) + us / DEPTH
-    return {name: round(us, 1) for name, us in sums.items()}
+def _peer_call(
+    dot: Dot, x: Array, weights: Sequence[tuple[Array, Array]], routing: tuple[Array, Array], layer: Any
+) -> Array:
+    return fused_moe(dot, x, *weights[layer], *routing)
+
+
+def _peer_weights(name: str) -> list[tuple[Array, Array]]:
+    """w13 (E, H, 2I) and w2 (E, I, H) of each layer, apart, since a slice of stacked ones would be a copy."""
+    hidden, intermediate, experts, _ = LAYERS[name]
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def weight(key: Array, shape: tuple[int, int]) -> Array:
+        keys = jax.random.split(key, experts)
+        spread = jnp.bfloat16(shape[0] ** -0.5)
+        return lax.map(lambda key: jax.random.normal(key, shape, jnp.bfloat16) * spread, keys)
+
+    shapes = (hidden, 2 * intermediate), (intermediate, hidden)
+    pairs = jax.random.split(jax.random.key(0), (DEPTH, 2))
+    return [(weight(first, shapes[0]), weight(second, shapes[1])) for first, second in pairs]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 import jmoe
-from bench import moe, timing
+from bench import harness, moe, timing
 from jmoe.backends import triton
 from jmoe.backends.activation import swiglu
 from jmoe.backends.spec import DeviceSpec, MoEArgs, OpSpec, Selection
@@ -84,7 +84,7 @@ def sweep(name: str, recipe: str, tokens: int, show: int) -> None:
         functions[str(i)] = (lambda x, w, r, s=selection: calls(x, w, r, s)), (x, weights, routings)
     times: dict[str, dict[MatmulTile, float]] = {"moe_first": {}, "moe_second": {}}
     for i, compiled in timing.compile_all(functions).items():
-        kernels = moe.by_name(timing.kernel_times(compiled, x, weights, routings, iterations=3))
+        kernels = harness.by_name(timing.kernel_times(compiled, x, weights, routings, iterations=3), moe.DEPTH)
         for kernel, tile in (("moe_first", tried[int(i)].first), ("moe_second", tried[int(i)].second)):
             times[kernel][tile] = sum(us for key, us in kernels.items() if key.startswith(kernel))
     for kernel, results in times.items():

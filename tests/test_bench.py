@@ -1,10 +1,14 @@
-"""What the benchmarks report."""
+"""What the benchmarks measure and report."""
 
 import json
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from bench import report
+import jmoe
+from bench import harness, linear, moe, peers, report, timing
 
 CEILINGS = {"gbs": 4000.0, "bf16_tflops": 800.0, "fp8_tflops": 1600.0}
 
@@ -33,3 +37,75 @@ def test_results_are_written_as_json_picture_and_table(tmp_path, capsys):
     assert json.loads(path.read_text()) == results
     assert path.with_suffix(".png").stat().st_size > 0
     assert "layer/fp8_block/16" in capsys.readouterr().out
+
+
+def routed_layer(seed, tokens, top_k, dtype):
+    """x, weights for ``jmoe.fused_moe``, and routing in which an expert may have no token."""
+    rng = np.random.default_rng(seed)
+    hidden, intermediate, experts = 16, 24, 5
+
+    def draw(*shape):
+        return jnp.asarray(rng.normal(size=shape) * shape[-1] ** -0.5, dtype)
+
+    ids = np.argsort(rng.random((tokens, experts - 1)), axis=1)[:, :top_k].astype(np.int32)
+    weights = jnp.asarray(rng.random((tokens, top_k)), jnp.float32)
+    w13, w2 = draw(experts, 2, intermediate, hidden), draw(experts, hidden, intermediate)
+    return draw(tokens, hidden), w13, w2, weights, jnp.asarray(ids)
+
+
+@pytest.mark.parametrize("tokens, top_k", [(1, 1), (1, 4), (7, 2), (33, 4), (0, 2)])
+@pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 1e-5), (jnp.bfloat16, 1e-2)])
+@pytest.mark.parametrize("peer", peers.PEERS)
+def test_peers_compute_the_same_layer(peer, tokens, top_k, dtype, tolerance):
+    if not peers.is_here(peer):
+        pytest.skip(f"{peer} is not installed")
+    x, w13, w2, weights, ids = routed_layer(tokens, tokens, top_k, dtype)
+    expected = jmoe.fused_moe(x, w13, w2, weights, ids, implementation="reference").astype(jnp.float32)
+    # The same weights as grouped products take them: (E, K, N), gate before up.
+    first, second = jnp.concatenate([w13[:, 0], w13[:, 1]], axis=1).swapaxes(1, 2), w2.swapaxes(1, 2)
+    with jax.default_matmul_precision("highest"):
+        y = jax.jit(peers.fused_moe, static_argnums=0)(peers.PEERS[peer], x, first, second, weights, ids)
+    assert y.shape == x.shape and y.dtype == dtype
+    error = jnp.linalg.norm(y.astype(jnp.float32) - expected)
+    assert float(error) <= tolerance * float(jnp.linalg.norm(expected))
+
+
+@pytest.fixture
+def small_layers(monkeypatch):
+    monkeypatch.setattr(timing, "ceilings", lambda: CEILINGS)
+    monkeypatch.setattr(linear, "LAYERS", {"small": (32, 64)})
+    monkeypatch.setattr(moe, "LAYERS", {"small": (16, 8, 4, 2)})
+
+
+@pytest.mark.parametrize("benchmark, recipe", [(linear, "xla-bf16"), (moe, "ragged-bf16")])
+def test_a_benchmark_gives_a_row_a_row_count_and_saves_as_it_goes(benchmark, recipe, small_layers, capsys):
+    saved = []
+    results = benchmark.run([recipe], ["small"], [1, 3], save=lambda results: saved.append(list(results["rows"])))
+    keys = [f"small/{recipe}/{t}" for t in (1, 3)]
+    assert saved == [keys[:1], keys]
+    assert list(results["rows"]) == keys and results["ceilings"] == CEILINGS
+    for t, row in zip((1, 3), results["rows"].values(), strict=True):
+        flops = 2 * t * 32 * 64 if benchmark is linear else 6 * t * 2 * 16 * 8
+        assert row["us"] > 0 and row["us_scan"] is None
+        if row["us_kernels"] is None:  # without CUPTI
+            assert row["tflops"] == pytest.approx(flops / row["us"] * 1e-6)
+    printed = capsys.readouterr().out
+    assert all(key in printed for key in keys)
+
+
+def test_a_peer_that_is_not_installed_or_does_not_serve_has_no_rows(small_layers, monkeypatch, capsys):
+    def refuse(rows, weights, sizes):
+        raise NotImplementedError("only on Hopper")
+
+    monkeypatch.setitem(moe.PEERS, "ragged-bf16", refuse)
+    assert moe.run(["ragged-bf16"], ["small"], [1])["rows"] == {}
+    assert "small/ragged-bf16/1: only on Hopper" in capsys.readouterr().out
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert moe.run(["tokamax-triton-bf16"], ["small"], [1])["rows"] == {}
+    assert "small/tokamax-triton-bf16: not installed" in capsys.readouterr().out
+
+
+def test_kernels_are_summed_by_name_over_independent_calls():
+    kernels = [("first", 10.0), ("combine", 2.0), ("first", 14.0), ("combine", 4.0)]
+    assert harness.by_name(kernels, 2) == {"first": 12.0, "combine": 3.0}
+    assert harness.by_name(None, 2) == {}

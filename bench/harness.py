@@ -1,0 +1,129 @@
+"""What benchmarks share: the loop over layers, recipes and row counts, and the three programs that a row is made of."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from bench import report, timing
+
+Ceilings = dict[str, float]
+
+Measured = tuple[int, report.Row, dict[str, float]]
+"""Row count, row, and microseconds a call of each kernel, where they are known."""
+
+Call = Callable[[Array, Any, Any, Any], Array]
+"""(x, weights of all layers, what else a call takes, index of its layer) to y, whose first column x's depends on."""
+
+
+class Inputs(NamedTuple):
+    """What calls of one row count take, and what they cost at least.
+
+    Attributes:
+      x: the activation.
+      others: what else a call takes, an entry a layer.
+      flops: floating-point operations of a call.
+      moved: the fewest bytes that a call must move.
+    """
+
+    x: Array
+    others: Sequence[Any]
+    flops: float
+    moved: float
+
+
+def run(
+    rows: Callable[[str, str, Sequence[int], Ceilings], Iterator[Measured]],
+    layers: Sequence[str],
+    recipes: Sequence[str],
+    tokens: Sequence[int],
+    save: Callable[[dict[str, Any]], object],
+) -> dict[str, Any]:
+    """Measures every layer, recipe and row count; see ``report.result``. ``save`` gets what there is so far."""
+    ceilings = timing.ceilings()
+    found: dict[str, report.Row] = {}
+    for layer in layers:
+        for recipe in recipes:
+            for t, row, kernels in rows(layer, recipe, tokens, ceilings):
+                found[f"{layer}/{recipe}/{t}"] = row
+                print(f"{layer}/{recipe}/{t}: {row} {kernels or ''}", flush=True)
+                save(report.result(ceilings, found))
+    return report.result(ceilings, found)
+
+
+def peak_tflops(recipe: str, ceilings: Ceilings) -> float:
+    """The ceiling of the matrix unit that a recipe could use."""
+    return ceilings["fp8_tflops" if recipe in ("fp8_tensor", "fp8_channel", "fp8_block") else "bf16_tflops"]
+
+
+def measure(
+    call: Call,
+    weights: Any,
+    inputs: dict[int, Inputs],
+    *,
+    depth: int,
+    calls: int,
+    scan: bool,
+    peak: float,
+    ceilings: Ceilings,
+) -> Iterator[Measured]:
+    """Times a call among others, so that none finds its weights in the L2 cache.
+
+    Args:
+      call: see ``Call``.
+      weights: of ``depth`` layers.
+      inputs: by row count.
+      depth: layers, and independent calls, over which kernels are summed.
+      calls: dependent calls, whose wall time is taken, unrolled and in a scan.
+      scan: layers can be indexed by a traced number.
+      peak: the ceiling of the matrix unit in TFLOP/s.
+      ceilings: of the same run, see ``timing.ceilings``.
+    """
+
+    def independent(xs: list[Array], weights: Any, others: Sequence[Any]) -> list[Array]:
+        return [call(x, weights, other, i) for i, (x, other) in enumerate(zip(xs, others, strict=True))]
+
+    def unrolled(x: Array, weights: Any, others: Sequence[Any]) -> Array:
+        for i in range(calls):
+            x = _next(x, call(x, weights, others[i % depth], i % depth))
+        return x
+
+    def scanned(x: Array, weights: Any, others: Sequence[Any]) -> Array:
+        layers = jnp.arange(calls, dtype=jnp.int32) % depth
+        return lax.scan(lambda x, layer: (_next(x, call(x, weights, others[0], layer)), None), x, layers)[0]
+
+    functions: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
+    for t, (x, others, *_) in inputs.items():
+        functions[f"independent {t}"] = independent, ([x] * depth, weights, others)
+        functions[f"unrolled {t}"] = unrolled, (x, weights, others)
+        if scan:
+            functions[f"scanned {t}"] = scanned, (x, weights, others)
+    compiled = timing.compile_all(functions)
+    for t, (x, others, flops, moved) in inputs.items():
+        xs = [x + jnp.asarray(i, x.dtype) for i in range(depth)]
+        kernels = timing.kernel_times(compiled[f"independent {t}"], xs, weights, others)
+        row = report.row(
+            us=timing.wall_us(compiled[f"unrolled {t}"], x, weights, others) / calls,
+            us_scan=timing.wall_us(compiled[f"scanned {t}"], x, weights, others) / calls if scan else None,
+            us_kernels=sum(us for _, us in kernels) / depth if kernels else None,
+            launches=len(kernels) // depth if kernels else None,
+            flops=flops,
+            moved=moved,
+            peak_tflops=peak,
+            ceilings=ceilings,
+        )
+        yield t, row, by_name(kernels, depth)
+
+
+def _next(x: Array, y: Array) -> Array:
+    """The next call's input: x, made to depend on all rows of y. (A gated layer's y grows as x squared.)"""
+    return x + y[:, :1] * jnp.asarray(1e-6, x.dtype)
+
+
+def by_name(kernels: timing.Kernels | None, depth: int) -> dict[str, float]:
+    """Microseconds a call of each kernel of ``depth`` calls."""
+    sums: dict[str, float] = {}
+    for name, us in kernels or []:
+        sums[name] = sums.get(name, 0) + us / depth
+    return {name: round(us, 1) for name, us in sums.items()}
