@@ -3,9 +3,11 @@
 import argparse
 import functools
 import importlib
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
-from bench import report
+from bench import harness, report
 
 BENCHMARKS = ("linear", "moe")
 
@@ -18,11 +20,27 @@ def main() -> None:
     parser.add_argument("--tokens", help="comma-separated row counts; all by default")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
     given = parser.parse_args()
-    chosen = {name: getattr(given, name).split(",") for name in ("recipes", "layers", "tokens") if getattr(given, name)}
-    if "tokens" in chosen:
-        chosen["tokens"] = [int(t) for t in chosen["tokens"]]
-    save = functools.partial(report.save, folder=given.out, name=given.benchmark)
-    result = importlib.import_module(f"bench.{given.benchmark}").run(**chosen, save=save)
+    benchmark = importlib.import_module(f"bench.{given.benchmark}")
+
+    def chosen(option: str, known: Iterable[Any], kind: Callable[[str], Any] = str) -> list[Any]:
+        text = getattr(given, option)
+        names = list(known) if text is None else text.split(",")
+        try:
+            values = [kind(name) for name in names]
+        except ValueError:
+            parser.error(f"--{option} {text!r} must be numbers with commas between them")
+        wrong = [value for value in values if (value < 1 if kind is int else value not in known)]
+        if wrong:
+            parser.error(f"--{option} has {wrong[0]!r}; known are {', '.join(map(str, known))}")
+        return values
+
+    result = harness.run(
+        benchmark.rows,
+        chosen("layers", tuple(benchmark.LAYERS)),
+        chosen("recipes", benchmark.RECIPES),
+        chosen("tokens", benchmark.TOKENS, int),
+        functools.partial(report.save, folder=given.out, name=given.benchmark),
+    )
     report.write(result, given.out, given.benchmark)
 
 

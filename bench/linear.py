@@ -29,17 +29,6 @@ _CACHE = 1e8
 """Bytes that the layers' weights together exceed, if eight layers can."""
 
 
-def run(
-    recipes: Sequence[str] = RECIPES,
-    layers: Sequence[str] = tuple(LAYERS),
-    tokens: Sequence[int] = TOKENS,
-    *,
-    save: Callable[[dict[str, Any]], object] = lambda results: None,
-) -> dict[str, Any]:
-    """Measures every layer, recipe and row count; see ``report.result``. ``save`` gets what there is so far."""
-    return harness.run(_rows, layers, recipes, tokens, save)
-
-
 def _bytes_a_layer(recipe: str, n: int, k: int) -> int:
     return n * k * (2 if recipe.endswith("bf16") else 1)
 
@@ -62,7 +51,8 @@ def _weights(recipe: str, n: int, k: int) -> Any:
     return jax.jit(lambda keys: lax.map(make, keys))(keys)
 
 
-def _rows(name: str, recipe: str, tokens: Sequence[int], ceilings: harness.Ceilings) -> Iterator[harness.Measured]:
+def rows(name: str, recipe: str, tokens: Sequence[int], ceilings: harness.Ceilings) -> Iterator[harness.Measured]:
+    """Measures a layer under a recipe; see ``harness.run``."""
     n, k = LAYERS[name]
     if recipe == "torch-fp8":
         yield from _torch_rows(n, k, tokens, ceilings)

@@ -7,7 +7,7 @@ there is in JAX, in bfloat16; their layers are not scanned over, which would cop
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -33,17 +33,6 @@ TOKENS = (1, 8, 64, 512, 2048, 8192)
 
 DEPTH = 4
 _CALLS = 8
-
-
-def run(
-    recipes: Sequence[str] = RECIPES,
-    layers: Sequence[str] = tuple(LAYERS),
-    tokens: Sequence[int] = TOKENS,
-    *,
-    save: Callable[[dict[str, Any]], object] = lambda results: None,
-) -> dict[str, Any]:
-    """Measures every layer, recipe and token count; see ``report.result``. ``save`` gets what there is so far."""
-    return harness.run(_rows, layers, recipes, tokens, save)
 
 
 def _bytes(name: str, recipe: str) -> int:
@@ -100,7 +89,8 @@ def routing(tokens: int, name: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return weights / weights.sum(1, keepdims=True), ids
 
 
-def _rows(name: str, recipe: str, tokens: Sequence[int], ceilings: harness.Ceilings) -> Iterator[harness.Measured]:
+def rows(name: str, recipe: str, tokens: Sequence[int], ceilings: harness.Ceilings) -> Iterator[harness.Measured]:
+    """Measures a layer under a recipe or a peer; see ``harness.run``."""
     if _bytes(name, recipe) > 0.8 * _memory():
         print(f"{name}/{recipe}: {DEPTH} layers do not fit this device's memory", flush=True)
         return

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jmoe
+from bench import __main__ as command_line
 from bench import harness, linear, moe, peers, report, timing
 
 CEILINGS = {"gbs": 4000.0, "bf16_tflops": 800.0, "fp8_tflops": 1600.0}
@@ -80,7 +81,9 @@ def small_layers(monkeypatch):
 @pytest.mark.parametrize("benchmark, recipe", [(linear, "xla-bf16"), (moe, "ragged-bf16")])
 def test_a_benchmark_gives_a_row_a_row_count_and_saves_as_it_goes(benchmark, recipe, small_layers, capsys):
     saved = []
-    results = benchmark.run([recipe], ["small"], [1, 3], save=lambda results: saved.append(list(results["rows"])))
+    results = harness.run(
+        benchmark.rows, ["small"], [recipe], [1, 3], lambda results: saved.append(list(results["rows"]))
+    )
     keys = [f"small/{recipe}/{t}" for t in (1, 3)]
     assert saved == [keys[:1], keys]
     assert list(results["rows"]) == keys and results["ceilings"] == CEILINGS
@@ -98,10 +101,10 @@ def test_a_peer_that_is_not_installed_or_does_not_serve_has_no_rows(small_layers
         raise NotImplementedError("only on Hopper")
 
     monkeypatch.setitem(moe.PEERS, "ragged-bf16", refuse)
-    assert moe.run(["ragged-bf16"], ["small"], [1])["rows"] == {}
+    assert list(moe.rows("small", "ragged-bf16", [1], CEILINGS)) == []
     assert "small/ragged-bf16/1: only on Hopper" in capsys.readouterr().out
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert moe.run(["tokamax-triton-bf16"], ["small"], [1])["rows"] == {}
+    assert list(moe.rows("small", "tokamax-triton-bf16", [1], CEILINGS)) == []
     assert "small/tokamax-triton-bf16: not installed" in capsys.readouterr().out
 
 
@@ -109,3 +112,28 @@ def test_kernels_are_summed_by_name_over_independent_calls():
     kernels = [("first", 10.0), ("combine", 2.0), ("first", 14.0), ("combine", 4.0)]
     assert harness.by_name(kernels, 2) == {"first": 12.0, "combine": 3.0}
     assert harness.by_name(None, 2) == {}
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--layers", "huge"], "--layers has 'huge'; known are small"),
+        (["--recipes", "fp8_block,int3"], "--recipes has 'int3'; known are xla-bf16, torch-fp8,"),
+        (["--tokens", "many"], "--tokens 'many' must be numbers with commas between them"),
+        (["--tokens", "8,0"], "--tokens has 0; known are 1, 16,"),
+    ],
+)
+def test_what_is_not_known_is_wrong_usage(arguments, message, small_layers, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["bench", "linear", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        command_line.main()
+    assert exit_.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_the_command_line_writes_what_it_measures(small_layers, monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        "sys.argv", ["bench", "linear", "--recipes", "xla-bf16", "--tokens", "2,33", "--out", str(tmp_path)]
+    )
+    command_line.main()
+    [path] = tmp_path.glob("linear-*.json")
+    assert list(json.loads(path.read_text())["rows"]) == ["small/xla-bf16/2", "small/xla-bf16/33"]
