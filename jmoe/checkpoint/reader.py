@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import Any, Self
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from jmoe.arguments import check_type
 from jmoe.checkpoint.experts import Experts, expert_prefix, experts_of, group_experts
 from jmoe.checkpoint.methods import CheckpointError, Method, method_for
 from jmoe.checkpoint.methods.base import present_leaves
-from jmoe.checkpoint.safetensors import SafetensorsFile, SafetensorsIndex, TensorInfo, open_safetensors
+from jmoe.checkpoint.safetensors import ClosedOnExit, SafetensorsFile, SafetensorsIndex, TensorInfo, open_safetensors
 from jmoe.checkpoint.safetensors_header import MAX_JSON_BYTES, parse_json
 from jmoe.checkpoint.summary import Kind, ModuleSummary, Summary
 from jmoe.scheme import Recipe
@@ -62,7 +62,7 @@ def open(path: str | os.PathLike[str]) -> "Checkpoint":
     return Checkpoint(folder, config, found, method_for(found.name, found.settings, found.where), files)
 
 
-class Checkpoint:
+class Checkpoint(ClosedOnExit):
     """A checkpoint on disk, made by `open`. A context manager.
 
     Attributes:
@@ -185,14 +185,6 @@ class Checkpoint:
     def close(self) -> None:
         """Ends reading; arrays read before stay valid."""
         self._files.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def input_scales(self) -> dict[str, float]:
         """The given activation scale of every module that has one. Reads these numbers, and no weight."""

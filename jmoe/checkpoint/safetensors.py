@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import stat
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -84,7 +85,23 @@ def _require_regular(path: Path) -> None:
         raise SafetensorsError(f"{path}: is {kind}, expected a file")
 
 
-class SafetensorsFile:
+class ClosedOnExit(ABC):
+    """A context manager that is closed at the end."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends reading."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class SafetensorsFile(ClosedOnExit):
     """One safetensors file, mapped into memory and read without copies.
 
     A context manager. ``tensors`` maps names to `TensorInfo` in the order of the bytes, so that walking it reads the
@@ -160,14 +177,6 @@ class SafetensorsFile:
         # Never `mapping.close()`: NumPy holds a reference but no buffer export, so that would unmap living arrays.
         self._mapping = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 class _ShardedTensors(Mapping[str, TensorInfo]):
     """Names without opening a shard, infos by opening the one that holds the tensor."""
@@ -188,7 +197,7 @@ class _ShardedTensors(Mapping[str, TensorInfo]):
         return name in self._index._files
 
 
-class SafetensorsIndex:
+class SafetensorsIndex(ClosedOnExit):
     """Tensors spread over several files, with the interface of `SafetensorsFile`.
 
     Made by `from_json` or `from_files`. With an index, shards are opened when first needed and then compared with it:
@@ -316,14 +325,6 @@ class SafetensorsIndex:
         self._closed = True
         for shard in self._opened.values():
             shard.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _check_numbering(folder: Path, names: Sequence[str]) -> None:
