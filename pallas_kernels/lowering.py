@@ -215,7 +215,9 @@ def dot(a: Array, b: Array, acc: Array | None = None, *, max_num_imprecise_acc: 
 
 _histogram_p = _primitive(
     "jmoe_histogram",
-    lambda x, live, *, bins: ((x[:, None] == arange(bins)) & live[:, None]).astype(jnp.int32).sum(0, dtype=jnp.int32),
+    lambda x, live, *, bins: (
+        ((x[:, None] == arange(bins)[None]) & live[:, None]).astype(jnp.int32).sum(0, dtype=jnp.int32)
+    ),
     lambda x, live, *, bins: ShapedArray((bins,), jnp.dtype(jnp.int32)),
     lambda ctx, x, live, *, bins: tt.histogram(
         ir.RankedTensorType.get([bins], ir.IntegerType.get_signless(32)), x, mask=live

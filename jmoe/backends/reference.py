@@ -37,7 +37,7 @@ def linear(op: OpSpec, selection: Selection, args: LinearArgs) -> Array:
     x = common.rounded_input(args.x, w, args.input_scale)
     y = matmul(x, common.values(w))
     if args.bias is not None:
-        y = y + common.at_layer(args.bias, args.layer).astype(jnp.float32)
+        y = y + common.at_layer(args.bias, args.layer).astype(jnp.float32)[None]
     if op.activation is not None:
         y = act.ungated(op.activation, y)
     return y.astype(op.out_dtype)
@@ -69,7 +69,7 @@ def fused_moe(op: OpSpec, selection: Selection, args: MoEArgs) -> Array:
         mine = (slot_ids == e)[:, None]
         ye = matmul(jnp.where(mine, h, 0), common.values(index_leading(a.w2, e)))
         if a.b2 is not None:
-            ye = ye + a.b2[e].astype(jnp.float32)
+            ye = ye + a.b2[e].astype(jnp.float32)[None]
         return jnp.where(mine, ye, y)
 
     y = lax.fori_loop(0, op.experts, second, common.zeros((tokens * k, op.hidden), args))
@@ -80,7 +80,7 @@ def fused_moe(op: OpSpec, selection: Selection, args: MoEArgs) -> Array:
 def batched_experts(op: OpSpec, selection: Selection, args: BatchedArgs) -> Array:
     """Each expert's own rows, x (E, T, H) of which counts[e] are valid -> (E, T, H); rows beyond are zero."""
     a = args._replace(**{name: common.at_layer(getattr(args, name), args.layer) for name in ("w13", "w2", "b13", "b2")})
-    valid = jnp.arange(op.tokens, dtype=jnp.int32) < a.counts[:, None]
+    valid = jnp.arange(op.tokens, dtype=jnp.int32)[None] < a.counts[:, None]
     rows = op.experts * op.tokens
     slot_ids = jnp.where(valid, jnp.arange(op.experts, dtype=jnp.int32)[:, None], -1).reshape(rows)
     x = batched_input(op, a, valid, slot_ids)
@@ -94,7 +94,7 @@ def batched_experts(op: OpSpec, selection: Selection, args: BatchedArgs) -> Arra
 
     def second(e: Array, y: Array) -> Array:
         ye = matmul(h[e], common.values(index_leading(a.w2, e)))
-        return y.at[e].set(ye if a.b2 is None else ye + a.b2[e].astype(jnp.float32))
+        return y.at[e].set(ye if a.b2 is None else ye + a.b2[e].astype(jnp.float32)[None])
 
     y = lax.fori_loop(0, op.experts, second, common.zeros((op.experts, op.tokens, op.hidden), args))
     return jnp.where(valid[..., None], y, 0).astype(op.out_dtype)

@@ -223,7 +223,7 @@ def linear(op: OpSpec, selection: Selection, args: LinearArgs) -> Array:
         if rest := op.features - pieces * features:
             y = jnp.concatenate([y, piece(jnp.int32(pieces * features), rest)], axis=1)
     if args.bias is not None:
-        y = y + common.at_layer(args.bias, args.layer).astype(jnp.float32)
+        y = y + common.at_layer(args.bias, args.layer).astype(jnp.float32)[None]
     if op.activation is not None:
         y = act.ungated(op.activation, y)
     return y.astype(op.out_dtype)
@@ -336,7 +336,7 @@ def batched_experts(op: OpSpec, selection: Selection, args: BatchedArgs) -> Arra
     if 0 in (experts, tokens):
         return jnp.zeros((experts, tokens, op.hidden), op.out_dtype)
     rows = selection.tile("rows")
-    valid = jnp.arange(tokens, dtype=jnp.int32) < args.counts[:, None]
+    valid = jnp.arange(tokens, dtype=jnp.int32)[None] < args.counts[:, None]
     blocks = _batched_blocks(valid, rows)
     # Invalid rows may hold anything, so they are zero before a scale is measured over them.
     x = args.x
@@ -380,7 +380,7 @@ def _sorted_blocks(ids: Array, experts: int, rows: int) -> _Blocks:
     slot_of_place = nothing.at[place].set(order, mode="drop", unique_indices=True)
 
     block = jnp.arange(count, dtype=jnp.int32)
-    expert = jnp.sum(last_block[:experts] <= block[:, None], axis=1, dtype=jnp.int32)
+    expert = jnp.sum(last_block[None, :experts] <= block[:, None], axis=1, dtype=jnp.int32)
 
     def to_blocks(x: Array) -> Array:
         return _rows_or_zero(x, slot_of_place).reshape(count, rows, x.shape[-1])
@@ -475,7 +475,7 @@ def _run_experts(op: OpSpec, a: MoEArgs | BatchedArgs, blocks: _Blocks, x: _Oper
 
     def second(w: _Second, h: _Operand) -> Array:
         y = _product(h, _operand(w.w2, dtype), dtype)
-        return y if w.b2 is None else y + w.b2.astype(jnp.float32)
+        return y if w.b2 is None else y + w.b2.astype(jnp.float32)[None]
 
     def both(w: tuple[_First, _Second], rows: _Operand) -> Array:
         h = _quantized_operand(first(w[0], rows), h_scheme, w[1].scale, dtype)

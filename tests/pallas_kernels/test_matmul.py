@@ -186,7 +186,7 @@ def test_h01_empty_extents_give_the_bias(m, n, k):
 
 def test_it_works_under_vmap_strict_promotion_and_x64():
     x, w, bias = operands(6, 70, 300, "fp8_block")
-    with jax.numpy_dtype_promotion("strict"), jax.enable_x64(True):
+    with jax.numpy_dtype_promotion("strict"), jax.enable_x64(True), jax.numpy_rank_promotion("raise"):
         y = jax.vmap(lambda v: linear(v, w, bias=bias))(x.reshape(2, 3, 300))
     np.testing.assert_array_equal(y.reshape(6, 70), linear(x, w, bias=bias))
 

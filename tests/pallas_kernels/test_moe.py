@@ -264,7 +264,7 @@ def test_g01_the_sentinel_is_not_the_last_expert():
 
 def test_it_works_with_strict_promotion_and_64_bit_types():
     case = Case(recipe="fp8_block", **BLOCKS, bias=True)
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         check(case, tiles(128, 128), ("uniform",))
 
 

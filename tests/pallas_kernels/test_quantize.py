@@ -111,7 +111,7 @@ def test_h01_nothing_to_quantise(call, shape):
 
 def test_they_work_under_vmap_strict_promotion_and_x64():
     x = jnp.stack([activations(3, 130, jnp.bfloat16, seed) for seed in range(2)])
-    with jax.numpy_dtype_promotion("strict"), jax.enable_x64(True):
+    with jax.numpy_dtype_promotion("strict"), jax.enable_x64(True), jax.numpy_rank_promotion("raise"):
         codes, scales = jax.vmap(lambda v: kernels.quantize_groups(v, 128, interpret=True))(x)
         lanes.lower_for(kernels.quantize_tensor, (lanes.spec((64, 4096), jnp.bfloat16),))
     for i in range(2):
