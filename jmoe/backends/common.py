@@ -59,6 +59,28 @@ def input_scheme_of(w: Weight) -> Scheme | None:
     return w.input_scheme if isinstance(w, QTensor) else None
 
 
+def quantised(x: Array, scheme: Scheme, scale: Array | None) -> tuple[QTensor, Array | None]:
+    """X (M, K) quantised, and float32 (M, 1) that multiplies its values too, or None.
+
+    A row that is not finite becomes NaN, and no other does. Formats without a NaN of their own have it in a scale;
+    where rows share that, the factor is NaN instead for such a row, and 1 for the others.
+
+    ``scale`` is float32 () or (M, 1), for static schemes.
+    """
+    scale = scale if scheme.static else None
+    if scheme.block[0] == 1 or scheme.format in ("e4m3", "e5m2"):
+        return quantize(x, scheme, scale=scale), None
+    finite = jnp.isfinite(x)
+    factor = jnp.where(jnp.all(finite, axis=-1, keepdims=True), jnp.float32(1), jnp.float32(jnp.nan))
+    return quantize(jnp.where(finite, x, 0), scheme, scale=scale), factor
+
+
+def quantised_values(x: Array, scheme: Scheme, scale: Array | None) -> Array:
+    """float32 values of x (M, K) after it is ``quantised``."""
+    q, factor = quantised(x, scheme, scale)
+    return q.dequantize() if factor is None else q.dequantize() * factor
+
+
 def rounded_input(x: Weight, w: Weight, scale: Array | None) -> Array:
     """float32 values of x (M, K) after the quantisation that ``w`` asks for; x may be quantized already.
 
@@ -67,7 +89,7 @@ def rounded_input(x: Weight, w: Weight, scale: Array | None) -> Array:
     scheme = input_scheme_of(w)
     if isinstance(x, QTensor) or scheme is None:
         return values(x)
-    return quantize(x, scheme, scale=scale if scheme.static else None).dequantize()
+    return quantised_values(x, scheme, scale)
 
 
 def measures_over_rows(scheme: Scheme | None) -> bool:

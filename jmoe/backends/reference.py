@@ -10,7 +10,6 @@ from jmoe.backends import activation as act
 from jmoe.backends import common
 from jmoe.backends.spec import BatchedArgs, DeviceSpec, LinearArgs, MoEArgs, OpSpec, Plan, Selection
 from jmoe.qtensor import QTensor, index_leading
-from jmoe.quantize import quantize
 from pallas_kernels import bits
 
 NAME = "reference"
@@ -130,8 +129,7 @@ def round_intermediate(op: OpSpec, h: Array, a: MoEArgs | BatchedArgs, slot_ids:
     scheme = common.input_scheme_of(a.w2)
     if scheme is None:
         return h
-    scale = common.per_row(a.intermediate_scale, slot_ids) if scheme.static else None
-    return quantize(h, scheme, scale=scale).dequantize()
+    return common.quantised_values(h, scheme, common.per_row(a.intermediate_scale, slot_ids))
 
 
 def combine(y: Array, weight: Array, ids: Array) -> Array:

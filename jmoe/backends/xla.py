@@ -23,7 +23,6 @@ from jmoe.backends.common import Weight
 from jmoe.backends.spec import BatchedArgs, DeviceSpec, LinearArgs, MoEArgs, OpSpec, Plan, Selection
 from jmoe.numerics import INT4_OFFSET
 from jmoe.qtensor import QTensor, expand, expand_axis, index_leading
-from jmoe.quantize import quantize
 from jmoe.scheme import Scheme
 from pallas_kernels import bits
 from pallas_kernels.layouts import CANONICAL
@@ -179,7 +178,11 @@ def _quantized_operand(x: Weight, scheme: Scheme | None, scale: Array | None, dt
     """X as a product's other side after ``scheme`` has quantised it; a QTensor is already."""
     if isinstance(x, QTensor) or scheme is None:
         return _operand(x, dtype)
-    return _operand(quantize(x, scheme, scale=scale if scheme.static else None), dtype)
+    q, factor = common.quantised(x, scheme, scale)
+    operand = _operand(q, dtype)
+    if factor is None:
+        return operand
+    return _Operand(operand.values, factor if operand.scale is None else operand.scale * factor)
 
 
 def _with_row_scale(x: _Operand) -> _Operand:

@@ -306,6 +306,31 @@ def test_h06_a_nan_token_stays_in_its_row(recipe, implementation):
     assert np.all(np.isfinite(np.delete(y, 2, axis=0)))
 
 
+STATIC_INT8 = Scheme(format="int8", block=(-1, -1), static=True)
+
+
+@each_implementation
+@pytest.mark.parametrize("scheme", [*OVER_ROWS.values(), STATIC_INT8], ids=[*OVER_ROWS, "one given scale"])
+def test_h06_a_nan_token_stays_in_its_row_where_rows_share_scales(scheme, implementation):
+    recipe = jmoe.Recipe(name="over rows", weight=Scheme(format="int8", block=(1, -1)), input=scheme)
+    w13, w2 = experts(3, recipe)
+    w = jax.tree.map(lambda leaf: leaf[0, 0], w13)
+    ids, weights = np.array([[0, 1], [1, 2], [0, 1], [2, -1], [1, 1]]), np.ones((5, 2), np.float32)
+    given = {"input_scale": 0.02} if scheme.static else {}
+    second = {"intermediate_scale": 0.02} if scheme.static else {}
+    linear = jitted(jmoe.linear, implementation, **given)
+    moe = jitted(jmoe.fused_moe, implementation, **given, **second)
+    x, others = normal(0, 5, 16), [0, 1, 3, 4]
+    x[2, 3] = 0
+    expected = np.asarray(linear(x, w))
+    for bad in (np.nan, np.inf):
+        x[2, 3] = bad
+        y, z = np.asarray(linear(x, w)), np.asarray(moe(x, w13, w2, weights, ids))
+        assert np.all(np.isnan(y[2])) and np.all(np.isnan(z[2]))
+        np.testing.assert_array_equal(y[others], expected[others])  # it counts for no scale either
+        assert np.all(np.isfinite(z[others]))
+
+
 @each_implementation
 @pytest.mark.parametrize("recipe", ["fp8_block:block=8", "mxfp4", "bf16"])
 def test_h07_an_expert_that_nobody_uses_may_hold_anything(recipe, implementation):
