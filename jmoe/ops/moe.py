@@ -57,7 +57,8 @@ def fused_moe(
       w2: QTensor or array (E, H, I); with ``layer`` (L, E, H, I).
       topk_weights: (..., k), router weights; cast to float32.
       topk_ids: (..., k) integers in [0, E_global); -1 is no expert, and its weight is ignored, even NaN. Any other
-        value contributes nothing, and raises under ``jmoe.config(check=True)``.
+        value contributes nothing, and raises under ``jmoe.config(check=True)``. A token none of whose experts is here
+        may hold anything: it touches no scale that is measured over tokens.
       recipe: how activations are quantised in this call, instead of the weights' own input schemes.
       activation: an ``Activation`` or its name; gated where w13 has two halves.
       activation_params: constants of a gated swiglu as arrays, () or (E,) each, instead of the activation's own.
