@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from jmoe import checkpoint as checkpoint
     from jmoe import models as models
     from jmoe import nn as nn
+    from jmoe import parallel as parallel
 
 __version__ = "0.1.0"
 
@@ -52,7 +53,7 @@ __all__ = [
 ]
 
 # Imported when first used: operations alone need no Flax.
-_PACKAGES = ("checkpoint", "models", "nn")
+_PACKAGES = ("checkpoint", "models", "nn", "parallel")
 
 
 def __getattr__(name: str) -> Any:

@@ -15,6 +15,24 @@ import jax
 
 
 @dataclass(frozen=True, kw_only=True)
+class Shards:
+    """Over which mesh axes of a surrounding ``jax.shard_map`` an activation that is quantised there is spread.
+
+    A scale of a whole tensor is then measured over all of them, one of a row over those of its columns.
+
+    Attributes:
+      rows: axes over which its rows are.
+      columns: axes over which its columns are: K of a linear, I of experts.
+    """
+
+    rows: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+
+
+NOT_SPREAD = Shards()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """The settings.
 
@@ -27,6 +45,7 @@ class Settings:
       check: raise on values that can only be checked at run time (expert ids, static scales); under jit the caller
         functionalises with ``jax.experimental.checkify``. JMOE_CHECK.
       recorder: where ``jmoe.explain`` gathers selections; a fresh one makes every function trace anew.
+      shards: how activations are spread; ``jmoe.parallel`` sets it around the operations that it calls.
     """
 
     device: Any = None
@@ -34,6 +53,7 @@ class Settings:
     batch_invariant: bool = False
     check: bool = False
     recorder: Any = None
+    shards: Shards = NOT_SPREAD
 
     def __post_init__(self) -> None:
         for name in ("batch_invariant", "check"):

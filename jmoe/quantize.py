@@ -18,7 +18,7 @@ from jax.experimental import checkify
 
 from jmoe import numerics
 from jmoe.arguments import as_array, check_type
-from jmoe.config import config
+from jmoe.config import Shards, config
 from jmoe.numerics import INT4_OFFSET
 from jmoe.qtensor import QTensor, expand, part_specs, scale_grid
 from jmoe.scheme import Block, Recipe, Scheme, recipe
@@ -97,7 +97,7 @@ def quantize(
     check_type("shared", shared, Sequence, "a sequence of axes")
     if not all(type(axis) is int and -x.ndim <= axis < x.ndim and axis % x.ndim < x.ndim - 2 for axis in shared):
         raise ValueError(f"shared={shared!r} must name leading axes of x, which has shape {x.shape}")
-    quantized = _quantize(x, scale, scheme, tuple(sorted({axis % x.ndim for axis in shared})))
+    quantized = _quantize(x, scale, scheme, tuple(sorted({axis % x.ndim for axis in shared})), config.shards)
     return quantized.with_input_scheme(how.input) if isinstance(how, Recipe) else quantized
 
 
@@ -123,8 +123,8 @@ def check_static_scale(name: str, scale: Array | float) -> Array:
     return jnp.asarray(scale, jnp.float32)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _quantize(x: Array, scale: Array | None, scheme: Scheme, shared: tuple[int, ...]) -> QTensor:
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _quantize(x: Array, scale: Array | None, scheme: Scheme, shared: tuple[int, ...], shards: Shards) -> QTensor:
     n, k = x.shape[-2:]
     x = x.astype(jnp.float32)
     finite = jnp.isfinite(x)
@@ -135,7 +135,10 @@ def _quantize(x: Array, scale: Array | None, scheme: Scheme, shared: tuple[int, 
     if scheme.zero_point:
         scales, zero_point = _asymmetric_scales(x_finite, scheme)
     else:
-        scales = _symmetric_scales(block_amax(x_finite, scheme.block), scheme, scale, shared)
+        amax = block_amax(x_finite, scheme.block)
+        amax = _across(amax, shards.rows) if scheme.block[0] == -1 else amax
+        amax = _across(amax, shards.columns) if scheme.block[1] == -1 else amax
+        scales = _symmetric_scales(amax, scheme, scale, shared, shards)
 
     # Not a division per element: one reciprocal a block. The barrier keeps XLA from merging the two again.
     inverse = jnp.where(scales.effective > 0, 1 / scales.effective, jnp.float32(0))
@@ -166,6 +169,12 @@ def block_amax(x: Array, block: Block) -> Array:
     return _block_max(jnp.abs(x), block)
 
 
+def _across(amax: Array, axes: tuple[str, ...]) -> Array:
+    """The largest over the devices along those mesh axes on which ``amax`` is not the same already."""
+    varying = tuple(axis for axis in axes if axis in jax.typeof(amax).manual_axis_type.varying)
+    return lax.pmax(amax, varying) if varying else amax
+
+
 def _block_max(x: Array, block: Block) -> Array:
     """max(0, x) over each block."""
     *batch, n, k = x.shape
@@ -177,9 +186,11 @@ def _block_max(x: Array, block: Block) -> Array:
     return jnp.max(x.reshape(*batch, gn, bn, gk, bk), axis=(-3, -1), initial=0)
 
 
-def _symmetric_scales(amax: Array, scheme: Scheme, given: Array | None, shared: tuple[int, ...]) -> _Scales:
+def _symmetric_scales(
+    amax: Array, scheme: Scheme, given: Array | None, shared: tuple[int, ...], shards: Shards
+) -> _Scales:
     if scheme.global_scale is not None:
-        return _two_level_scales(amax, scheme, given, shared)
+        return _two_level_scales(amax, scheme, given, shared, shards)
     if given is not None:
         effective = jnp.broadcast_to(jnp.maximum(given, _F32_TINY), amax.shape)
         return _Scales(effective, effective, None)
@@ -229,7 +240,9 @@ def _shared_exponent(amax: Array, rounding: str) -> Array:
     return jnp.clip(field - 2, 0, 254).astype(jnp.uint8)
 
 
-def _two_level_scales(amax: Array, scheme: Scheme, given: Array | None, shared: tuple[int, ...]) -> _Scales:
+def _two_level_scales(
+    amax: Array, scheme: Scheme, given: Array | None, shared: tuple[int, ...], shards: Shards
+) -> _Scales:
     """NVFP4 and its like: block scales in e4m3 relative to a float32 multiplier.
 
     The multiplier is amax over the largest value there is, that of the format times that of a block scale: 2688 for
@@ -240,10 +253,11 @@ def _two_level_scales(amax: Array, scheme: Scheme, given: Array | None, shared: 
         extents = (*amax.shape[:-2], given.shape[-2], 1)
         global_scale = jnp.broadcast_to(jnp.maximum(given, _F32_TINY), extents)
     elif scheme.global_scale == "token":
-        row_amax = jnp.max(amax, axis=-1, keepdims=True, initial=0)
+        row_amax = _across(jnp.max(amax, axis=-1, keepdims=True, initial=0), shards.columns)
         global_scale = jnp.maximum(row_amax, np.float32(1e-8)) * unit
     else:
         largest = jnp.max(amax, axis=(*shared, -2, -1), keepdims=True, initial=0) * unit
+        largest = _across(largest, (*shards.rows, *shards.columns))
         largest = jnp.where(largest >= _F32_TINY, largest, jnp.float32(1))
         global_scale = jnp.broadcast_to(largest, (*amax.shape[:-2], 1, 1))
     inverse = lax.optimization_barrier(1 / global_scale)

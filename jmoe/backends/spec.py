@@ -14,6 +14,7 @@ from jax import Array
 
 from jmoe.arguments import check_type
 from jmoe.backends.activation import Activation, ActivationParams
+from jmoe.config import NOT_SPREAD, Shards
 from jmoe.qtensor import QTensor
 from jmoe.scheme import Recipe
 from pallas_kernels.layouts import CANONICAL, Layout
@@ -51,6 +52,7 @@ class OpSpec:
       mesh: (axis, size) of each mesh axis larger than one over which XLA itself would partition the operation; axes
         that a surrounding shard_map has made manual are not listed.
       batch_invariant: a row's bits may not depend on the number of rows.
+      shards: manual mesh axes over which activations are spread; measured scales are those of the whole.
     """
 
     op: Op
@@ -76,6 +78,7 @@ class OpSpec:
     layout: Layout = CANONICAL
     mesh: tuple[tuple[str, int], ...] = ()
     batch_invariant: bool = False
+    shards: Shards = NOT_SPREAD
 
     def __post_init__(self) -> None:
         if self.op not in get_args(Op):
@@ -84,6 +87,22 @@ class OpSpec:
         check_type("second_recipe", self.second_recipe, (Recipe, type(None)), "a Recipe or None")
         if self.accumulation not in (None, *get_args(Accumulation)):
             raise ValueError(f"accumulation={self.accumulation!r} must be 'exact', 'fast' or None")
+
+    @property
+    def measures_across(self) -> bool:
+        """Whether an activation's scale is measured over more than one device holds."""
+        is_linear = self.op == "linear"
+        schemes = [(self.recipe.input, is_linear)]
+        if not is_linear:
+            schemes.append(((self.second_recipe or self.recipe).input, True))
+        for scheme, columns_are_spread in schemes:
+            if scheme is None or scheme.static:
+                continue
+            of_tensor = scheme.block[0] == -1 or scheme.global_scale == "tensor"
+            of_row = scheme.block[1] == -1 or scheme.global_scale is not None
+            if (of_tensor and self.shards.rows) or (of_row and columns_are_spread and self.shards.columns):
+                return True
+        return False
 
     def replace(self, **changes: Any) -> "OpSpec":
         return dataclasses.replace(self, **changes)

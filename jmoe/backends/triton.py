@@ -104,6 +104,9 @@ def _refusals(op: OpSpec, device: DeviceSpec) -> list[str]:
             f"on a mesh ({axes}) XLA would gather the weights to every device without a word; "
             "call it inside jax.shard_map over these axes"
         )
+    if op.measures_across:
+        axes = ", ".join(dict.fromkeys((*op.shards.rows, *op.shards.columns)))
+        reasons.append(f"an activation's scale is measured across the mesh axes {axes}, and its kernels measure on one")
     if op.layout != CANONICAL:
         reasons.append(f"weights are in the layout {op.layout.name!r}, and its kernels read the canonical one")
     for recipe in recipes:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from jmoe.nn import mesh
 from jmoe.nn.linear import Linear
 
 
@@ -52,7 +53,7 @@ class Contraction(Linear):
 
     def _over_batch(self, x: Array) -> Array:
         if not self.batch_shape:
-            return super()._apply(x)
+            return super()._apply(x, None)
         count = len(self.batch_shape)
         rows = x.reshape(math.prod(self.batch_shape), -1, self.in_features)
         first = 0 if self.layer is None else 1  # where stacked layers lead
@@ -90,7 +91,7 @@ class LinearGeneral(Contraction):
         self.axis = tuple(axis)
         self.batch_axis = tuple(batch_axis)
 
-    def _apply(self, x: Array) -> Array:
+    def _apply(self, x: Array, tokens: mesh.Tokens) -> Array:
         # Flax takes both in ascending order, whatever the order that they are given in.
         batch, axis = (sorted(a % x.ndim for a in axes) for axes in (self.batch_axis, self.axis))
         return self._contract(x, batch, axis)
@@ -108,7 +109,7 @@ class Einsum(Contraction):
         super().__init__(in_features, out_features, **options)
         self.equation = equation
 
-    def _apply(self, x: Array) -> Array:
+    def _apply(self, x: Array, tokens: mesh.Tokens) -> Array:
         left, kernel, result = split_equation(self.equation)
         batch, contracted, out = kernel_axes(self.equation)
         spread = x.ndim - len(left.replace("...", ""))

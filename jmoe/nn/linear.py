@@ -9,7 +9,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jmoe import ops
+from jmoe import ops, parallel
 from jmoe.arguments import COMPUTE_DTYPES, float_dtype
 from jmoe.backends.activation import Activation
 from jmoe.nn import mesh, options, param
@@ -49,6 +49,9 @@ class Linear(nnx.Module):
     ``weight_global_scale`` and ``weight_zero_point`` (shapes as in ``QTensor``); ``weight_input_scale``, float32 (),
     where the activation's scale is a given one; ``bias`` (N,). What is absent is None. In stacked modules each has a
     leading axis of layers.
+
+    On a mesh whose axes ``sharding`` names, every device multiplies with its own part of the weight
+    (``jmoe.parallel.linear``): N is split without communication, K with a sum over the devices.
 
     Args:
       in_features: K.
@@ -226,17 +229,29 @@ class Linear(nnx.Module):
         spec = tuple(nnx.get_partition_spec(self.weight).get_value())
         return with_last(spec_of(x), spec[-2] if spec else None)
 
-    def _apply(self, x: Array) -> Array:
-        return self._product(x, self.qweight, param.value_of(self.bias), param.value_of(self.weight_input_scale))
+    def _apply(self, x: Array, tokens: mesh.Tokens) -> Array:
+        bias, scale = param.value_of(self.bias), param.value_of(self.weight_input_scale)
+        return self._product(x, self.qweight, bias, scale, tokens)
 
-    def _product(self, x: Array, weight: Array | QTensor, bias: Array | None, input_scale: Array | None) -> Array:
-        return ops.linear(
-            x if self.dtype is None else x.astype(self.dtype),
-            weight,
-            bias=bias,
-            activation=self.activation,
-            input_scale=input_scale,
-            layer=self.layer,
-            preferred_element_type=self.preferred_element_type,
-            implementation=self.implementation,
-        )
+    def _product(
+        self,
+        x: Array,
+        weight: Array | QTensor,
+        bias: Array | None,
+        input_scale: Array | None,
+        tokens: mesh.Tokens = None,
+    ) -> Array:
+        x = x if self.dtype is None else x.astype(self.dtype)
+        how: dict[str, Any] = {
+            "bias": bias,
+            "activation": self.activation,
+            "input_scale": input_scale,
+            "layer": self.layer,
+            "preferred_element_type": self.preferred_element_type,
+            "implementation": self.implementation,
+        }
+        out, into = param.split_axes(self.weight, 2)
+        if not (out or into):
+            return ops.linear(x, weight, **how)
+        token_axes = mesh.tokens_beside(x.shape[:-1], tokens, (*out, *into))
+        return parallel.linear(x, weight, out_axes=out, in_axes=into, token_axes=token_axes, **how)

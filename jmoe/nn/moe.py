@@ -10,7 +10,7 @@ from flax import nnx
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from jmoe import ops
+from jmoe import ops, parallel
 from jmoe.arguments import COMPUTE_DTYPES, as_array, check_type, float_dtype
 from jmoe.backends.activation import Activation
 from jmoe.nn import experts as ex
@@ -53,6 +53,10 @@ class FusedMoE(nnx.Module):
     (E, halves, I), ``b2`` (E, H); ``router_weight`` (experts, H), ``router_bias`` and ``e_score_correction_bias``
     (experts,), ``shared_gate_weight`` (1, H), ``expert_map`` (experts,). What is absent is None. In stacked modules
     each has a leading axis of layers.
+
+    On a mesh whose axes ``sharding`` names for experts or intermediate, every device computes with its own part of the
+    experts' weights (``jmoe.parallel.fused_moe``). A name for hidden is where weights are kept, not how they are
+    computed with.
 
     Args:
       hidden_size: H.
@@ -404,27 +408,28 @@ class FusedMoE(nnx.Module):
         """
         return mesh.apply(FusedMoE._apply, self, x, out_sharding, lambda: PartitionSpec(*spec_of(x)))
 
-    def _apply(self, x: Array) -> Array:
+    def _apply(self, x: Array, tokens: mesh.Tokens) -> Array:
         routed = self.route(x)
         x = x if self.dtype is None else x.astype(self.dtype)
         plain = self.shared is None and routed.identity_weight is None
-        y = ops.fused_moe(
-            x,
-            self.qw13,
-            self.qw2,
-            routed.weights,
-            routed.ids,
-            activation=self.activation,
-            b13=param.value_of(self.b13),
-            b2=param.value_of(self.b2),
-            input_scale=param.value_of(self.w13_input_scale),
-            intermediate_scale=param.value_of(self.w2_input_scale),
-            weight_on_input=self.routing.weight_on_input,
-            expert_map=param.value_of(self.expert_map),
-            layer=self.layer,
-            preferred_element_type=None if plain else jnp.float32,
-            implementation=self.implementation,
-        )
+        how: dict[str, Any] = {
+            "activation": self.activation,
+            "b13": param.value_of(self.b13),
+            "b2": param.value_of(self.b2),
+            "input_scale": param.value_of(self.w13_input_scale),
+            "intermediate_scale": param.value_of(self.w2_input_scale),
+            "weight_on_input": self.routing.weight_on_input,
+            "expert_map": param.value_of(self.expert_map),
+            "layer": self.layer,
+            "preferred_element_type": None if plain else jnp.float32,
+            "implementation": self.implementation,
+        }
+        experts, _, intermediate, _ = param.split_axes(self.w13, 4)
+        if experts or intermediate:
+            how["expert_axes"], how["intermediate_axes"] = experts, intermediate
+            how["token_axes"] = mesh.tokens_beside(x.shape[:-1], tokens, (*experts, *intermediate))
+        compute = parallel.fused_moe if experts or intermediate else ops.fused_moe
+        y = compute(x, self.qw13, self.qw2, routed.weights, routed.ids, **how)
         if routed.identity_weight is not None:
             y = y + routed.identity_weight[..., None] * x.astype(jnp.float32)
         if self.shared is not None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.core import spmd
 from jax import Array
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from jmoe.arguments import COMPUTE_DTYPES, as_array, float_dtype
 from jmoe.qtensor import QTensor
@@ -202,6 +202,22 @@ def assign(module: nnx.Module, name: str, value: Array) -> None:
         raise ValueError(f"{name} of {type(module).__name__} has shape {expected}, not {tuple(value.shape)}")
     axes = old.get_metadata("out_sharding", None) or ()
     setattr(module, name, variable(type(old), value, axes))
+
+
+def split_axes(var: nnx.Variable, rank: int) -> tuple[tuple[str, ...], ...]:
+    """For each of the last ``rank`` axes of a variable, the axes of the mesh in force over which its metadata split it.
+
+    Only those of several devices that no surrounding ``jax.shard_map`` has made manual.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return ((),) * rank
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    usable = {name for name, size in mesh.shape.items() if size > 1 and kinds[name] != AxisType.Manual}
+    spec = tuple(nnx.get_partition_spec(var).get_value())
+    names = (*spec, *(None,) * (var.get_raw_value().ndim - len(spec)))
+    parts = [axis if isinstance(axis, tuple) else (axis,) for axis in names[len(names) - rank :]]
+    return tuple(tuple(name for name in part if name in usable) for part in parts)
 
 
 def value_of(var: nnx.Variable | None) -> Any:

@@ -31,7 +31,7 @@ _CONSTANT = (*_STATIC_SCALES, "topk_ids", "expert_map", "layer", "counts")
 
 def call(op: OpSpec, args: Args, implementation: str | None) -> Array:
     """Adds what the surroundings say to ``op``, selects, records the choice for ``explain``, and runs."""
-    op = op.replace(mesh=mesh_axes(args), batch_invariant=config.batch_invariant)
+    op = op.replace(mesh=mesh_axes(args), batch_invariant=config.batch_invariant, shards=config.shards)
     device = current_device()
     selection = select(op, device, implementation=implementation)
     if config.recorder is not None:
@@ -134,12 +134,17 @@ class _Operation:
         op, args = self.op, self.tree.unflatten(leaves)
         if op.op != "linear" and op.experts == 0:  # a rank may hold no expert, and none cannot be indexed
             return (jnp.zeros((*args.x.shape[:-1], op.hidden), op.out_dtype),)
-        run = _function(op, self.selection)
+        # Derivatives and batches are traced after the call, where what was in force then is no more.
+        with config(shards=op.shards):
+            return (self._run(args),)
+
+    def _run(self, args: Args) -> Array:
+        op, run = self.op, _function(self.op, self.selection)
         if self.selection.implementation != triton.NAME:
-            return (run(args),)
+            return run(args)
         # Chosen for a GPU, perhaps not the one that this is lowered for: elsewhere there is no Triton.
         elsewhere = _function(op, select(op, self.device, implementation=xla.NAME))
-        return (lax.platform_dependent(args, cuda=run, default=elsewhere),)
+        return lax.platform_dependent(args, cuda=run, default=elsewhere)
 
 
 def _function(op: OpSpec, selection: Selection) -> Callable[[Args], Array]:

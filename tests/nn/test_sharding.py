@@ -188,3 +188,129 @@ def test_as_in_flax_a_name_needs_a_mesh():
     with nnx.use_eager_sharding(False):
         layer = Linear(8, 8, sharding=("model", None))
     assert specs(layer) == {"weight": ("model", None)}
+
+
+def chosen(call, *args, device="h100"):
+    """(operation, implementation) pairs that a call would run there."""
+    entries = jmoe.explain(call, *args, device=device).entries
+    return [(op, selection.implementation) for op, selection in entries]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_tensor", "int8", "fp8_block:block=16"])
+@pytest.mark.parametrize("sharding", [("model", None, None), (None, "model", None), ("data", "model", None)])
+def test_a_moe_computes_with_its_parts_as_one_device_does(kind, recipe, sharding):
+    def make():
+        moe = FusedMoE(32, 64, 4, ROUTING, recipe=recipe, use_bias=True, sharding=sharding, rngs=nnx.Rngs(0))
+        moe.set_biases(jnp.ones((4, 2, 64)), jnp.ones((4, 32)))
+        return moe
+
+    x = jax.random.normal(jax.random.key(1), (4, 3, 32)).at[1, 1].multiply(20)
+    with jax.set_mesh(mesh(kind, (2, 2), ("data", "model"))):
+        moe = create(make)
+        spread = jax.device_put(x, PartitionSpec("data"))
+        y = nnx.jit(lambda m, x: m(x))(moe, spread)
+        slope = nnx.jit(lambda m, x: jax.grad(lambda x: jnp.sum(m(x) ** 2))(x))(moe, spread)
+        assert all(not op.mesh for op, _ in chosen(moe, spread))
+    one = on_one_device(moe)
+    np.testing.assert_allclose(y, one(x), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(slope, jax.grad(lambda x: jnp.sum(one(x) ** 2))(x), rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    "sharding, recipe", [(("model", None), "fp8_channel"), ((None, "model"), "fp8_block:block=32")]
+)
+def test_kernels_see_the_parts_of_one_device(kind, sharding, recipe):
+    x = jax.random.normal(jax.random.key(1), (4, 128))
+    with jax.set_mesh(mesh(kind, (2, 2), ("data", "model"))):
+        layer = create(lambda: Linear(128, 256, recipe=recipe, sharding=sharding, rngs=nnx.Rngs(0)))
+        spread = jax.device_put(x, PartitionSpec("data"))
+        ((op, implementation),) = chosen(layer, spread)
+        assert implementation == "triton"
+        n, k = (128 if name else whole for name, whole in zip(sharding, (256, 128), strict=True))
+        k = 64 if sharding[1] else k
+        assert (op.tokens, op.features, op.hidden, op.mesh) == (2, n, k, ())
+        with jmoe.config(device="h100"):  # chosen for it, and lowered for what is here
+            layer.implementation = "triton"
+            y = nnx.jit(lambda m, x: m(x))(layer, spread)
+    layer = on_one_device(layer)
+    layer.implementation = None
+    np.testing.assert_allclose(y, layer(x), rtol=1e-4, atol=1e-4)
+
+
+def test_a_module_without_metadata_is_left_to_xla_and_kernels_name_the_axis():
+    with jax.set_mesh(mesh()):
+        layer = Linear(64, 64, recipe="fp8_channel", rngs=nnx.Rngs(0))
+        x = jnp.ones((4, 64))
+        assert [implementation for _, implementation in chosen(layer, x)] == ["xla"]
+        layer.implementation = "triton"
+        with pytest.raises(NotImplementedError, match=r"on a mesh \(model=4\)"):
+            chosen(layer, x)
+
+
+def test_a_placement_that_splits_blocks_is_refused():
+    x = jnp.ones((4, 128))
+    with jax.set_mesh(mesh()):
+        layer = create(lambda: Linear(128, 256, recipe="fp8_block", sharding=("model", None)))
+        message = r"w has a scale for every 128 of N, and the part of 64 that each of 4 devices along model has"
+        with pytest.raises(ValueError, match=message):
+            layer(x)
+
+
+def test_experts_elsewhere_are_found_through_the_map_of_the_module():
+    x = jax.random.normal(jax.random.key(1), (5, 32))
+    maps = [2, 0, 3, 1]
+    with jax.set_mesh(mesh()):
+        make = lambda: FusedMoE(  # noqa: E731
+            32, 16, 4, ROUTING, expert_map=maps, sharding=("model", None, None), rngs=nnx.Rngs(0)
+        )
+        moe = create(make)
+        y = nnx.jit(lambda m, x: m(x))(moe, x)
+    np.testing.assert_allclose(y, on_one_device(moe)(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_stacked_layers_of_experts_scan_over_their_parts(kind):
+    def make(seed):
+        return FusedMoE(32, 64, 4, ROUTING, recipe="int8", sharding=("data", "model", None), rngs=nnx.Rngs(seed))
+
+    x = jax.random.normal(jax.random.key(1), (4, 32))
+    with jax.set_mesh(mesh(kind, (2, 2), ("data", "model"))):
+        groups = nnx.jit(lambda: stack_layers([stack_layers([make(0), make(1)]), stack_layers([make(2), make(3)])]))()
+        run = lambda m, x: scan_layers(  # noqa: E731
+            lambda group, x: scan_layers(lambda layer, x: x + layer(x), group, x), m, x
+        )
+        y = nnx.jit(run)(groups, x)
+    np.testing.assert_allclose(y, run(on_one_device(groups), x), rtol=1e-4, atol=1e-4)
+
+
+def test_layers_over_several_axes_compute_with_their_parts():
+    def make():
+        model = nnx.Dict(
+            up=nnx.LinearGeneral(
+                (4, 16),
+                (8, 16),
+                axis=(-2, -1),
+                rngs=nnx.Rngs(0),
+                kernel_metadata={"out_sharding": (None, None, "model")},
+            )
+        )
+        quantize_model(model, [("up", "int8")])
+        return model
+
+    x = jax.random.normal(jax.random.key(1), (3, 4, 16))
+    with jax.set_mesh(mesh()):
+        model = create(make)
+        ((op, _),) = chosen(model.up, x)
+        assert (op.features, op.mesh) == (32, ())
+        y = nnx.jit(lambda m, x: m(x))(model.up, x)
+    np.testing.assert_allclose(y, on_one_device(model).up(x), rtol=1e-5, atol=1e-5)
+
+
+def test_no_weight_of_a_module_is_gathered():
+    x = jax.ShapeDtypeStruct((4, 32), jnp.float32)
+    with jax.set_mesh(mesh(shape=(2, 2), names=("data", "model"))):
+        moe = create(lambda: FusedMoE(32, 64, 4, ROUTING, recipe="int8", sharding=("data", "model", None)))
+        text = jax.jit(lambda m, x: m(x)).lower(moe, x).compile().as_text()
+    assert "all-reduce" in text and "all-gather" not in text and "all-to-all" not in text
