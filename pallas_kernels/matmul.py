@@ -122,7 +122,6 @@ def linear(
         out_shape=jax.ShapeDtypeStruct(shape, dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        max_registers=tile.max_registers,
         interpret=interpret,
         static=static,
     )(*given.values())
@@ -143,25 +142,29 @@ def _kernel(*refs: Any, static: _Static) -> None:
     )
     layer = load(ref["layer"], (0,)) if "layer" in ref else jnp.int32(0)
     # No masks in the loop: the last block of rows begins early enough to be whole, so that its rows lie at constant
-    # distances (rows of two blocks get equal values); else rows and columns past the end repeat the last one. Nothing
-    # of those is stored.
-    first = row_block * tile.block_m
-    if static.m >= tile.block_m:
+    # distances (rows of two blocks get equal values); else rows and columns past the end repeat the last one, and
+    # nothing of those is stored.
+    first, whole_rows, whole_cols = row_block * tile.block_m, static.m >= tile.block_m, static.n % tile.block_n == 0
+    if whole_rows:
         first = jnp.minimum(first, static.m - tile.block_m)
     row = first + arange(tile.block_m)
-    last_row = row if static.m >= tile.block_m else jnp.minimum(row, static.m - 1)
+    existing = row if whole_rows else jnp.minimum(row, static.m - 1)
     static = static._replace(tile=replace(tile, block_n=tile.block_n // tile.pieces))
     columns, places = [], []
     for piece in range(tile.pieces):
         block = col_block * tile.pieces + piece
         col = block * static.tile.block_n + arange(static.tile.block_n)
         columns.append(col)
-        last_col = col if static.n % tile.block_n == 0 else jnp.minimum(col, static.n - 1)
-        places.append(_At(layer, last_row, last_col, block))
+        places.append(_At(layer, existing, col if whole_cols else jnp.minimum(col, static.n - 1), block))
     sums = _sums_over_k(ref, places, part, static)
     for col, at, acc in zip(columns, places, sums, strict=True):
         index = _oriented(static, row, col)
-        inside = (index[0] < static.m) & (index[1] < static.n)
+        limits = [
+            i < n
+            for i, n, whole in zip(index, (static.m, static.n), (whole_rows, whole_cols), strict=True)
+            if not whole
+        ]
+        inside = functools.reduce(jnp.logical_and, limits) if limits else None
         if tile.split_k > 1:
             store(out_ref, (part, *index), acc, mask=inside)
         else:

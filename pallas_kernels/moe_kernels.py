@@ -124,7 +124,6 @@ def first_product(
         out_shape=[out],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        max_registers=tile.max_registers,
         interpret=interpret,
         product=product,
         epilogue=epilogue,
@@ -314,7 +313,6 @@ def second_product(
         out_shape=jax.ShapeDtypeStruct(shape, out_dtype if tile.split_k == 1 else jnp.float32),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        max_registers=tile.max_registers,
         interpret=interpret,
         product=product,
     )(h, w, rows, weights)
@@ -324,11 +322,13 @@ def _second_kernel(
     h: Input, w: Weights, rows: Rows, weights_ref: Any | None, out_ref: Any, *, product: Product
 ) -> None:
     at = grouped.place(pl.program_id(0), w, rows, product)
-    block = grouped.locate(rows, at.block, product)
+    found = grouped.locate(rows, at.block, product)
 
-    @pl.when(block.used)
+    @pl.when(found.used)
     def _() -> None:
-        totals = grouped.sums(h, w, block, at, product)
+        totals = grouped.sums(h, w, found, at, product)
+        # Located again, so that no slots are held in registers over the loop.
+        block = grouped.locate(rows, at.block, product)
         places, narrow = grouped.pieces(at, product)
         for place, total in zip(places, totals, strict=True):
             y = grouped.finish(total, 0, h, w, block, place, narrow)
@@ -343,6 +343,6 @@ def _second_kernel(
 
     if isinstance(rows, Batched):
         # Rows that do not count are zero, whichever block they lie in.
-        index, inside = _where(block, at, w, product)
+        index, inside = _where(found, at, w, product)
         rest = (index[0] < product.slots) & (index[1] < w.data.shape[3]) & ~inside
         store(out_ref, (at.part, *index), jnp.zeros(rest.shape, out_ref.dtype), mask=rest)

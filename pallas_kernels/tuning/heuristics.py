@@ -20,8 +20,6 @@ class MatmulTile:
       swap: w on the tensor core's M side and x on its N side, which may be as short as 16.
       pieces: of ``block_n``, that go through the tensor core one after the other; sums that wait for their scales take
         the registers of one piece.
-      max_registers: registers a thread, None for as many as the compiler likes: fewer let programs share a
-        multiprocessor.
     """
 
     block_m: int
@@ -33,7 +31,6 @@ class MatmulTile:
     split_k: int = 1
     swap: bool = False
     pieces: int = 1
-    max_registers: int | None = None
 
     def __str__(self) -> str:
         parts = [
@@ -43,7 +40,6 @@ class MatmulTile:
         ]
         parts += [f"K split in {self.split_k}"] if self.split_k > 1 else []
         parts += [f"{self.pieces} pieces"] if self.pieces > 1 else []
-        parts += [f"at most {self.max_registers} registers"] if self.max_registers else []
         return " ".join(parts + (["swapped"] if self.swap else []))
 
 
@@ -102,12 +98,10 @@ def matmul_tile(
     if m <= 64:
         return _fitted(_few_rows(m, n, k, block_k, operands, sm_count), operands, capability)
     promoted = operands == "fp8" and (exact or cell is not None)
-    candidates = [
-        _tile(block_m, block_n, block_k, warps, stages, operands, capability)
-        for block_m, block_n, warps, stages in _many_rows(operands, promoted, capability)
-    ]
-    best = min(candidates, key=lambda tile: _cost(tile, m, n, sm_count))
-    return _fitted(best, operands, capability)
+    candidates = _many_rows(block_k, operands, promoted, k % block_k != 0, capability)
+    best = min(candidates, key=lambda candidate: _time(candidate, m, n, k, sm_count))[0]
+    blocks = -(-m // best.block_m)
+    return _fitted(replace(best, group=16 if blocks * best.block_m >= 4096 else 8), operands, capability)
 
 
 def _tile(
@@ -133,31 +127,45 @@ def _few_rows(m: int, n: int, k: int, block_k: int, operands: Operands, sm_count
     )
 
 
-def _many_rows(operands: Operands, promoted: bool, capability: int) -> list[tuple[int, int, int, int]]:
-    """Candidates (rows, columns, warps, stages); larger ones do more work a byte, smaller ones fill the last wave."""
+def _many_rows(
+    block_k: int, operands: Operands, promoted: bool, ragged: bool, capability: int
+) -> list[tuple[MatmulTile, float, float]]:
+    """Candidates: larger ones do more work a byte, smaller ones fill the last wave.
+
+    With each its rate on a full GPU, relative to others of its operands, and what its start and end take, in K; both as
+    measured on an H200.
+    """
+
+    def tile(block_m: int, block_n: int, warps: int, stages: int) -> MatmulTile:
+        return _tile(block_m, block_n, block_k, warps, stages, operands, capability)
+
     if operands == "32bit":
-        return [(64, 64, 4, 3)]
-    small = [(64, 128, 4, 4), (64, 64, 4, 4)]
-    if capability < 90:
-        return [(128, 128, 8, 3), *small]
-    if promoted:
-        return [(128, 128, 8, 3), *small]
-    if operands == "w8a16":
-        return [(128, 128, 8, 3), *small]
-    return [(128, 256, 8, 3), (128, 128, 8, 4), *small]
+        return [(tile(64, 64, 4, 3), 1, 0)]
+    small = [(tile(64, 128, 4, 4), 0.72, 0.0), (tile(64, 64, 4, 4), 0.5, 0.0)]
+    if capability < 90 or operands == "w8a16":
+        return [(tile(128, 128, 8, 3), 0.85, 0), *small]
+    if not promoted:
+        return [(tile(128, 256, 8, 3), 1, 0), (tile(128, 128, 4, 3), 0.9, 0), *small]
+    if capability > 90:
+        return [(tile(128, 128, 8, 3), 0.85, 0), *small]
+    # Promotion takes the registers of a second sum and the tensor core's time, unless other warps keep it busy: three
+    # programs of 64 rows share a multiprocessor, as do the 16 warps of a large tile in pieces.
+    shared = [(tile(128, 128, 8, 3), 0.83, 0), (tile(64, 128, 4, 3), 0.97, 0), (small[1][0], 0.55, 0)]
+    if ragged:  # a masked last step takes registers that a large tile has not
+        return shared
+    return [(replace(tile(128, 256, 16, 3), pieces=2), 1, 256), *shared]
 
 
-_SPEED = {(128, 256): 1.0, (128, 128): 0.85, (64, 128): 0.72, (64, 64): 0.5}
-"""Sustained rate of a tile relative to the largest, on a full GPU."""
-
-
-def _cost(tile: MatmulTile, m: int, n: int, sm_count: int) -> float:
+def _time(candidate: tuple[MatmulTile, float, float], m: int, n: int, k: int, sm_count: int) -> float:
     """Time in arbitrary units: whole waves of tiles, each as long as its work at the tile's rate."""
+    tile, rate, overhead = candidate
     tiles = -(-m // tile.block_m) * -(-n // tile.block_n)
-    work = tile.block_m * tile.block_n / _SPEED[tile.block_m, tile.block_n]
-    # Programs of up to four warps share a multiprocessor in pairs.
-    resident = sm_count * (2 if tile.num_warps <= 4 else 1)
-    return -(-tiles // resident) * work * (2 if tile.num_warps <= 4 else 1)
+    work = tile.block_m * tile.block_n * (k + overhead) / rate
+    if tile.num_warps > 4:
+        return -(-tiles // sm_count) * work
+    if tile.num_stages == 3 and tile.block_m == 64:
+        return (-(-tiles // sm_count) + 0.7) * work  # three share a multiprocessor, and the last are alone
+    return -(-tiles // (2 * sm_count)) * 2 * work  # two do
 
 
 def _fitted(tile: MatmulTile, operands: Operands, capability: int) -> MatmulTile:

@@ -78,19 +78,27 @@ def moe_tiles(
     tall = tall and not (promoted and (capability >= 100 or hidden % _STEP[operands]))
     block_m = 64 if batch_invariant else 16 if single else _block_m(rows, tall)
     first_n = group if group in (32, 64, 128) else 128 if operands != "32bit" else 32
-    second_n = 32 if operands == "32bit" else 256 if block_m == 128 and not promoted else 128
     swap = operands != "32bit" and (block_m <= 32 or (operands == "w8a16" and capability >= 90))
-    first, second = (
-        MatmulTile(
-            block_m=block_m,
-            block_n=block_n,
-            block_k=step_of_k(cell, _STEP[operands]),
-            num_warps=8 if block_m * block_n * parts > 64 * 128 or (operands == "w8a16" and block_m == 64) else 4,
-            num_stages=4 if block_m <= 32 else 3,
-            swap=swap,
-        )
-        for block_n, cell, parts in ((first_n, first_cell, halves), (second_n, second_cell, 1))
+    first = MatmulTile(
+        block_m=block_m,
+        block_n=first_n,
+        block_k=step_of_k(first_cell, _STEP[operands]),
+        num_warps=8 if block_m * first_n * halves > 64 * 128 or (operands == "w8a16" and block_m == 64) else 4,
+        num_stages=4 if promoted and block_m == 64 else 3,
+        swap=swap,
     )
+    second = MatmulTile(
+        block_m=block_m,
+        block_n=32 if operands == "32bit" else 256 if block_m == 128 and not promoted else 128,
+        block_k=step_of_k(second_cell, _STEP[operands]),
+        num_warps=8 if block_m == 128 or (operands == "w8a16" and block_m == 64) else 4,
+        num_stages=5 if block_m <= 32 and intermediate > 2048 else 3,
+        swap=swap,
+    )
+    if promoted and capability == 90 and block_m >= 64 and not (hidden % 256 or intermediate % 128):
+        # Enough warps for the tensor core to be busy while others promote: sixteen, or two programs of eight.
+        warps, stages = (16, 3) if block_m == 128 else (8, 2)
+        second = replace(second, block_n=256, num_warps=warps, num_stages=stages, pieces=2)
     if single:
         if splits:
             first = _for_few(first, slots, intermediate, hidden, sm_count)
