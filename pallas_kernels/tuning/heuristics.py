@@ -150,7 +150,7 @@ def _many_rows(
         return [(tile(128, 128, 8, 3), 0.85, 0), *small]
     # Promotion takes the registers of a second sum and the tensor core's time, unless other warps keep it busy: three
     # programs of 64 rows share a multiprocessor, as do the 16 warps of a large tile in pieces.
-    shared = [(tile(128, 128, 8, 3), 0.83, 0), (tile(64, 128, 4, 3), 0.97, 0), (small[1][0], 0.55, 0)]
+    shared = [(tile(128, 128, 8, 3), 0.83, 0.0), (tile(64, 128, 4, 3), 0.97, 0.0), (small[1][0], 0.55, 0.0)]
     if ragged:  # a masked last step takes registers that a large tile has not
         return shared
     return [(replace(tile(128, 256, 16, 3), pieces=2), 1, 256), *shared]
