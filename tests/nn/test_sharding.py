@@ -314,3 +314,20 @@ def test_no_weight_of_a_module_is_gathered():
         moe = create(lambda: FusedMoE(32, 64, 4, ROUTING, recipe="int8", sharding=("data", "model", None)))
         text = jax.jit(lambda m, x: m(x)).lower(moe, x).compile().as_text()
     assert "all-reduce" in text and "all-gather" not in text and "all-to-all" not in text
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_tokens_on_the_axis_of_the_experts_are_brought_together_and_the_shared_expert_is_split_too(kind):
+    def make():
+        shared = Linear(32, 32, recipe="int8", sharding=("model", None), rngs=nnx.Rngs(1))
+        routing = jmoe.Routing(top_k=2, n_identity=2)
+        return FusedMoE(
+            32, 64, 4, routing, recipe="fp8_tensor", sharding=("model", None, None), shared=shared, rngs=nnx.Rngs(0)
+        )
+
+    x = jax.random.normal(jax.random.key(1), (4, 32))
+    with jax.set_mesh(mesh(kind)):
+        moe = create(make)
+        y = nnx.jit(lambda m, x: m(x))(moe, jax.device_put(x, PartitionSpec("model")))
+    assert kind == AxisType.Auto or y.sharding.spec[0] == "model"
+    np.testing.assert_allclose(y, on_one_device(moe)(x), rtol=1e-5, atol=1e-5)

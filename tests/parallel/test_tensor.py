@@ -288,3 +288,10 @@ def test_a_scale_across_devices_is_not_for_kernels_that_measure_on_one():
         ("fp8_channel", "rows"): "xla",  # a token's scale is over all of K
         ("fp8_tensor", "columns"): "xla",  # a tensor's over all tokens
     }
+
+
+def test_a_batch_of_linears_is_split_alike():
+    x, w = normal(0, 3, M, K), quantized(normal(1, N, K), "int8")
+    with jax.set_mesh(mesh()):
+        y = jax.jit(jax.vmap(lambda x: parallel.linear(x, w, **LINEAR["rows"])))(x)
+    assert_close(y, jmoe.linear(x, w))
