@@ -134,8 +134,9 @@ class _Operation:
         op, args = self.op, self.tree.unflatten(leaves)
         if op.op != "linear" and op.experts == 0:  # a rank may hold no expert, and none cannot be indexed
             return (jnp.zeros((*args.x.shape[:-1], op.hidden), op.out_dtype),)
-        # Derivatives and batches are traced after the call, where what was in force then is no more.
-        with config(shards=op.shards):
+        # Derivatives and batches are traced after the call, where what was in force then is no more. Arguments are
+        # checked already, and checkify does not see into a primitive.
+        with config(shards=op.shards, check=False):
             return (self._run(args),)
 
     def _run(self, args: Args) -> Array:

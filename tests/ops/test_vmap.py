@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -340,3 +341,17 @@ def test_kernels_run_example_after_example_where_each_has_a_scale():
     with jmoe.config(device="h100"):
         jaxpr = str(jax.make_jaxpr(jax.vmap(lambda x: jmoe.linear(x, w)))(xs))
     assert "length=6" in jaxpr
+
+
+def test_checks_of_values_reach_every_example():
+    w13, w2 = quantized("fp8_tensor_static")
+
+    def run(x, weights, ids, scale):
+        return jmoe.fused_moe(x, w13, w2, weights, ids, input_scale=scale, intermediate_scale=np.float32(0.1))
+
+    with jmoe.config(check=True):
+        checked = jax.jit(checkify.checkify(jax.vmap(run)))
+        scales = np.float32([0.1, 0.2, 0.3])
+        assert checked(XS, WEIGHTS, IDS, scales)[0].get() is None
+        assert "topk_ids holds 4" in checked(XS, WEIGHTS, np.where(IDS == 3, 4, IDS), scales)[0].get()
+        assert "input_scale must be" in checked(XS, WEIGHTS, IDS, scales - scales[1])[0].get()
