@@ -18,13 +18,15 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType, PartitionSpec
 
 from jmoe import ops
-from jmoe.arguments import COMPUTE_DTYPES, float_dtype
+from jmoe.arguments import COMPUTE_DTYPES, as_array, float_dtype
 from jmoe.backends import activation as act
 from jmoe.backends import common
 from jmoe.backends.activation import Activation, as_activation
 from jmoe.backends.spec import Accumulation, LinearArgs, MoEArgs
 from jmoe.config import Shards, config
+from jmoe.ops import validate as v
 from jmoe.qtensor import QTensor
+from jmoe.quantize import check_static_scale
 
 AxisName = str | tuple[str, ...] | None
 Axes = tuple[str, ...]
@@ -63,6 +65,7 @@ def linear(
       ValueError: no mesh in force, an axis that it does not have or that is named twice, an extent that its devices do
         not divide, or blocks of scales that would lie on several of them; and as ``jmoe.linear`` does.
     """
+    x, w = v.as_floats("x", x), v.as_weight("w", w, "(N, K)", layer)
     tokens = _token_axes(x, token_axes)
     how = _Linear(
         manual=_manual_axes(),
@@ -79,9 +82,9 @@ def linear(
     args = LinearArgs(
         x=x,
         w=w,
-        bias=bias,
-        input_scale=None if input_scale is None else jnp.asarray(input_scale, jnp.float32),
-        layer=None if layer is None else jnp.asarray(layer, jnp.int32),
+        bias=None if bias is None else v.as_floats("bias", bias),
+        input_scale=_checked_scale("input_scale", input_scale),
+        layer=v.as_layer(layer, w)[0],
     )
     return _run(how, args)
 
@@ -132,6 +135,15 @@ def fused_moe(
       ValueError: no mesh in force, an axis that it does not have or that is named twice, an extent that its devices do
         not divide, or blocks of scales that would lie on several of them; and as ``jmoe.fused_moe`` does.
     """
+    x = v.as_floats("x", x)
+    w13, w2 = v.as_weight("w13", w13, "(E, halves, I, H)", layer), v.as_weight("w2", w2, "(E, H, I)", layer)
+    topk_ids, slots = v.as_int32("topk_ids", topk_ids), w13.shape[-4]
+    known = slots
+    if expert_map is not None:
+        expert_map = v.as_int32("expert_map", expert_map)
+        v.check_range("expert_map", expert_map, -1, slots - 1)
+        known = expert_map.shape[0]
+    v.check_range("topk_ids", topk_ids, -1, known - 1)
     tokens = _token_axes(x, token_axes)
     how = _MoE(
         manual=_manual_axes(),
@@ -151,14 +163,14 @@ def fused_moe(
         x=x,
         w13=w13,
         w2=w2,
-        topk_weights=topk_weights,
+        topk_weights=as_array("topk_weights", topk_weights),
         topk_ids=topk_ids,
-        b13=b13,
-        b2=b2,
-        input_scale=None if input_scale is None else jnp.asarray(input_scale, jnp.float32),
-        intermediate_scale=None if intermediate_scale is None else jnp.asarray(intermediate_scale, jnp.float32),
-        expert_map=None if expert_map is None else jnp.asarray(expert_map, jnp.int32),
-        layer=None if layer is None else jnp.asarray(layer, jnp.int32),
+        b13=None if b13 is None else v.as_floats("b13", b13),
+        b2=None if b2 is None else v.as_floats("b2", b2),
+        input_scale=_checked_scale("input_scale", input_scale),
+        intermediate_scale=_checked_scale("intermediate_scale", intermediate_scale),
+        expert_map=expert_map,
+        layer=v.as_layer(layer, w13)[0],
     )
     return _run(how, args)
 
@@ -229,7 +241,7 @@ class _Linear:
     def _product(
         self, args: LinearArgs, bias: Array | None, activation: Activation | str | None, out_dtype: str
     ) -> Array:
-        with config(shards=Shards(rows=_flat(self.tokens), columns=self.into)):
+        with config(check=False, shards=Shards(rows=_flat(self.tokens), columns=self.into)):
             return ops.linear(
                 args.x,
                 args.w,
@@ -318,7 +330,8 @@ class _MoE:
         if self.intermediate and b2 is not None:  # or each part of the sum over I would add it
             b2 = jnp.where(lax.axis_index(self.intermediate) == 0, b2, jnp.zeros_like(b2))
         split = (*self.experts, *self.intermediate)
-        with config(shards=Shards(rows=(*_flat(self.tokens), *self.experts), columns=self.intermediate)):
+        shards = Shards(rows=(*_flat(self.tokens), *self.experts), columns=self.intermediate)
+        with config(check=False, shards=shards):
             y = ops.fused_moe(
                 args.x,
                 args.w13,
@@ -340,6 +353,7 @@ class _MoE:
         return lax.psum(y, split).astype(self.out_dtype) if split else y
 
 
+# Values are checked (``jmoe.config(check=True)``) before, for checkify does not get errors out of a shard_map.
 @functools.partial(jax.jit, static_argnums=0)
 def _run(how: _Linear | _MoE, args: Any) -> Array:
     return jax.shard_map(how, in_specs=(how.specs(args),), out_specs=how.result, axis_names=how.manual)(args)
@@ -412,6 +426,10 @@ def _token_axes(x: Array, token_axes: Sequence[AxisName]) -> tuple[AxisName, ...
         if extent % parts:
             raise ValueError(f"x has {extent} tokens along an axis that is split over {parts} devices ({names})")
     return axes
+
+
+def _checked_scale(name: str, scale: Array | float | None) -> Array | None:
+    return None if scale is None else check_static_scale(name, v.as_float32(name, scale))
 
 
 def _out_dtype(x: Array, preferred: jax.typing.DTypeLike | None) -> str:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -295,3 +296,27 @@ def test_a_batch_of_linears_is_split_alike():
     with jax.set_mesh(mesh()):
         y = jax.jit(jax.vmap(lambda x: parallel.linear(x, w, **LINEAR["rows"])))(x)
     assert_close(y, jmoe.linear(x, w))
+
+
+def test_values_are_checked_where_that_is_asked_for():
+    x, w13, w2, weights, ids = moe_arguments()
+    with jax.set_mesh(mesh()), jmoe.config(check=True):
+        for how in MOE.values():
+            with pytest.raises(checkify.JaxRuntimeError, match="topk_ids holds 4"):
+                parallel.fused_moe(x, w13, w2, weights, ids.at[3, 1].set(4), **how)
+        with pytest.raises(checkify.JaxRuntimeError, match="expert_map holds 4"):
+            parallel.fused_moe(x, w13, w2, weights, ids, expert_axes="data", expert_map=[0, 1, 2, 4])
+        with pytest.raises(ValueError, match="input_scale has the value 0"):
+            parallel.linear(normal(0, M, K), quantized(normal(1, N, K), "fp8_tensor_static"), input_scale=0.0)
+        with pytest.raises(ValueError, match="layer=3 is outside the 3 stacked layers"):
+            parallel.linear(normal(0, M, K), normal(1, 3, N, K), layer=3)
+
+
+def test_axes_are_added_explicitly_and_dtypes_promoted_so():
+    x, w13, w2, weights, ids = moe_arguments("int8")
+    biases = {"b13": normal(5, E, 2, I), "b2": normal(6, E, H)}
+    with jax.set_mesh(mesh()), jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        for how in MOE.values():
+            parallel.fused_moe(x, w13, w2, weights, ids, **biases, **how)
+        for how in LINEAR.values():
+            parallel.linear(normal(0, M, K), quantized(normal(1, N, K), "int8"), bias=normal(2, N), **how)
