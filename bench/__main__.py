@@ -19,7 +19,9 @@ def main() -> None:
     parser.add_argument("--layers", help="comma-separated names of layers; all by default")
     parser.add_argument("--tokens", help="comma-separated row counts; all by default")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
+    parser.add_argument("--label", default="", help="added to the files' names, so that a part keeps the whole")
     given = parser.parse_args()
+    name = "-".join(filter(None, (given.benchmark, given.label)))
     benchmark = importlib.import_module(f"bench.{given.benchmark}")
 
     def chosen(option: str, known: Iterable[Any], kind: Callable[[str], Any] = str) -> list[Any]:
@@ -39,9 +41,9 @@ def main() -> None:
         chosen("layers", tuple(benchmark.LAYERS)),
         chosen("recipes", benchmark.RECIPES),
         chosen("tokens", benchmark.TOKENS, int),
-        functools.partial(report.save, folder=given.out, name=given.benchmark),
+        functools.partial(report.save, folder=given.out, name=name),
     )
-    report.write(result, given.out, given.benchmark)
+    report.write(result, given.out, name)
 
 
 if __name__ == "__main__":

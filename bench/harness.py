@@ -10,8 +10,8 @@ from bench import report, timing
 
 Ceilings = dict[str, float]
 
-Measured = tuple[int, report.Row, dict[str, float]]
-"""Row count, row, and microseconds a call of each kernel, where they are known."""
+Measured = tuple[int, report.Row]
+"""Row count and row."""
 
 Call = Callable[[Array, Any, Any, Any], Array]
 """(x, weights of all layers, what else a call takes, index of its layer) to y, whose first column x's depends on."""
@@ -45,9 +45,9 @@ def run(
     found: dict[str, report.Row] = {}
     for layer in layers:
         for recipe in recipes:
-            for t, row, kernels in rows(layer, recipe, tokens, ceilings):
+            for t, row in rows(layer, recipe, tokens, ceilings):
                 found[f"{layer}/{recipe}/{t}"] = row
-                print(f"{layer}/{recipe}/{t}: {row} {kernels or ''}", flush=True)
+                print(f"{layer}/{recipe}/{t}: {row}", flush=True)
                 save(report.result(ceilings, found))
     return report.result(ceilings, found)
 
@@ -101,7 +101,7 @@ def measure(
             functions[f"scanned {t}"] = scanned, (x, weights, others)
     compiled = timing.compile_all(functions)
     for t, (x, others, flops, moved) in inputs.items():
-        xs = [x + jnp.asarray(i, x.dtype) for i in range(depth)]
+        xs = [jnp.roll(x, i, axis=-1) for i in range(depth)]
         kernels = timing.kernel_times(compiled[f"independent {t}"], xs, weights, others)
         row = report.row(
             us=timing.wall_us(compiled[f"unrolled {t}"], x, weights, others) / calls,
@@ -112,8 +112,9 @@ def measure(
             moved=moved,
             peak_tflops=peak,
             ceilings=ceilings,
+            kernels=by_name(kernels, depth),
         )
-        yield t, row, by_name(kernels, depth)
+        yield t, row
 
 
 def _next(x: Array, y: Array) -> Array:

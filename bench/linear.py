@@ -117,7 +117,7 @@ def _torch_rows(n: int, k: int, tokens: Sequence[int], ceilings: harness.Ceiling
             peak_tflops=ceilings["fp8_tflops"],
             ceilings=ceilings,
         )
-        yield t, row, {}
+        yield t, row
 
 
 def _torch_us(step: Callable[[], None], replays: int = 20) -> float:

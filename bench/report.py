@@ -12,7 +12,7 @@ import matplotlib
 from rich.console import Console
 from rich.table import Table
 
-Row = dict[str, float | int | None]
+Row = dict[str, Any]
 COLUMNS = ("us", "us_scan", "us_kernels", "launches", "tflops", "gbs", "floor")
 
 
@@ -26,6 +26,7 @@ def row(
     moved: float,
     peak_tflops: float,
     ceilings: dict[str, float],
+    kernels: dict[str, float] | None = None,
 ) -> Row:
     """One measurement.
 
@@ -38,9 +39,10 @@ def row(
       moved: the fewest bytes a call must move.
       peak_tflops: the ceiling of the matrix unit it could use.
       ceilings: of the same run, see ``timing.ceilings``.
+      kernels: microseconds a call of each kernel, by name.
 
     Returns:
-      The columns; ``floor`` is the least time that the ceilings allow, in us.
+      The columns, and ``kernels``; ``floor`` is the least time that the ceilings allow, in us.
     """
     best = us_kernels or us
     return {
@@ -51,6 +53,7 @@ def row(
         "tflops": flops / best * 1e-6 if best else None,
         "gbs": moved / best * 1e-3 if best else None,
         "floor": max(flops / peak_tflops * 1e-6, moved / ceilings["gbs"] * 1e-3),
+        "kernels": kernels or {},
     }
 
 

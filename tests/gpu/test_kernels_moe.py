@@ -88,6 +88,12 @@ def kernels(case: Case, layer: Layer, x: Any, weights: Any, ids: Any, **more: An
     return fused_moe(x, cases.arrays(layer, **more), weights, ids, spec=spec)
 
 
+def made(case: Case) -> tuple[Layer, jax.Array, jax.Array]:
+    """The case's layer, x and router weights, by one program."""
+    layer, (x, weights) = jax.jit(lambda: (cases.layer(case), cases.tokens(case)))()
+    return layer, x, weights
+
+
 def error(y: jax.Array, expected: jax.Array) -> jax.Array:
     y, expected = y.astype(jnp.float32), expected.astype(jnp.float32)
     return jnp.linalg.norm(y - expected) / jnp.linalg.norm(expected)
@@ -141,7 +147,7 @@ def test_it_is_the_reference(case, routing, compiled):
 def test_h06_batched_experts_are_the_reference_and_pads_do_not_leak(recipe):
     case = Case(recipe=recipe, tokens=150, hidden=2880, intermediate=192, experts=9, bias=True)
     skip_if_not_served(case)
-    layer = cases.layer(case)
+    layer, _, _ = made(case)
     counts = jnp.array([150, 0, 1, 16, 17, 64, 149, 128, 3], jnp.int32)
     x = jax.random.normal(jax.random.key(5), (9, 150, 2880), jnp.bfloat16)
     valid = (jnp.arange(150) < counts[:, None])[..., None]
@@ -208,8 +214,8 @@ def test_h12_experts_beyond_2_31_bytes_are_found(recipe, stacked):
 def test_i02_twenty_runs_have_equal_bits(recipe, sizes):
     case = Case(recipe=recipe, **sizes)
     skip_if_not_served(case)
-    layer, (x, weights) = cases.layer(case), cases.tokens(case)
-    run = jax.jit(lambda x, weights, ids: kernels(case, layer, x, weights, ids))
+    layer, x, weights = made(case)
+    run = functools.partial(jax.jit(functools.partial(kernels, case)), layer)
     ids = jnp.asarray(cases.routing("zipf", case))
     first = run(x, weights, ids)
     assert all(jnp.array_equal(run(x, weights, ids), first) for _ in range(19))
@@ -220,8 +226,8 @@ def test_i02_twenty_runs_have_equal_bits(recipe, sizes):
 def test_rows_do_not_depend_on_other_rows(recipe, sizes):
     case = Case(recipe=recipe, **sizes)
     skip_if_not_served(case)
-    layer, (x, weights) = cases.layer(case), cases.tokens(case)
-    run = jax.jit(lambda x, weights, ids: kernels(case, layer, x, weights, ids))
+    layer, x, weights = made(case)
+    run = functools.partial(jax.jit(functools.partial(kernels, case)), layer)
     ids = jnp.asarray(cases.routing("duplicates", case))
     others = jax.random.normal(jax.random.key(9), x.shape, x.dtype)
     keep = jnp.arange(case.tokens)[:, None] % 3 == 0
@@ -234,13 +240,14 @@ def test_rows_do_not_depend_on_other_rows(recipe, sizes):
 def test_batch_invariant_tiles_make_rows_equal_across_tokens(recipe):
     case = Case(recipe=recipe, **MANY)
     skip_if_not_served(case)
-    layer, (x, weights) = cases.layer(case), cases.tokens(case)
+    layer, x, weights = made(case)
     spec = cases.spec_of(case, layer, cases.tiles_of(case, layer, batch_invariant=True, **device_facts()))
     ids = jnp.asarray(cases.routing("zipf", case))
-    run = jax.jit(lambda x, weights, ids: fused_moe(x, cases.arrays(layer), weights, ids, spec=spec))
-    whole = run(x, weights, ids)
+    run = jax.jit(functools.partial(fused_moe, spec=spec))
+    experts = cases.arrays(layer)
+    whole = run(x, experts, weights, ids)
     for tokens in (1, 7, 64):
-        assert jnp.array_equal(run(x[:tokens], weights[:tokens], ids[:tokens]), whole[:tokens])
+        assert jnp.array_equal(run(x[:tokens], experts, weights[:tokens], ids[:tokens]), whole[:tokens])
 
 
 @pytest.mark.parametrize("tokens", [1, 17, 130])
