@@ -12,7 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jmoe.checkpoint.safetensors import SafetensorsError, SafetensorsFile, open_safetensors, write_safetensors
+from jmoe.checkpoint.safetensors import (
+    SafetensorsError,
+    SafetensorsFile,
+    SafetensorsWriter,
+    open_safetensors,
+    write_safetensors,
+)
 from jmoe.checkpoint.safetensors_header import NUMPY_DTYPES
 
 
@@ -172,3 +178,27 @@ def test_the_safetensors_library_agrees_where_it_knows_the_dtype(tmp_path):
         for name, array in tensors.items():
             np.testing.assert_array_equal(file.read(name), array)
             np.testing.assert_array_equal(theirs[name], array)
+
+
+def test_tensors_written_in_any_order_give_the_same_file(tmp_path):
+    tensors = {"b": np.arange(3, dtype=np.uint8), "a": np.ones((2, 2), np.float32), "c": np.zeros(0, np.int64)}
+    write_safetensors(tmp_path / "at_once", tensors, {"format": "pt"})
+    announced = {"a": ("F32", (2, 2)), "b": ("U8", (3,)), "c": ("I64", (0,))}
+    with SafetensorsWriter(tmp_path / "one_by_one", announced, {"format": "pt"}) as writer:
+        for name, array in tensors.items():
+            writer.write(name, array)
+        writer.finish()
+    assert (tmp_path / "one_by_one").read_bytes() == (tmp_path / "at_once").read_bytes()
+
+
+def test_a_file_is_held_to_what_was_announced(tmp_path):
+    with SafetensorsWriter(tmp_path / "w", {"a": ("F32", (2,)), "b": ("F4", (4,))}) as writer:
+        with pytest.raises(SafetensorsError, match=r"'a' is F32 of shape \(3,\), expected F32 of shape \(2,\)"):
+            writer.write("a", np.ones(3, np.float32))
+        with pytest.raises(SafetensorsError, match="'c' was not announced, or is written already"):
+            writer.write("c", np.ones(3, np.float32))
+        writer.write("b", ("F4", (4,), b"\x21\x43"))
+        with pytest.raises(SafetensorsError, match="'b' was not announced, or is written already"):
+            writer.write("b", ("F4", (4,), b"\x21\x43"))
+        with pytest.raises(SafetensorsError, match="'a' was announced and not written"):
+            writer.finish()
