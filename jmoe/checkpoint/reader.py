@@ -14,7 +14,7 @@ import numpy as np
 from jmoe.arguments import check_type
 from jmoe.checkpoint.experts import Experts, expert_prefix, experts_of, group_experts
 from jmoe.checkpoint.methods import CheckpointError, Method, method_for
-from jmoe.checkpoint.methods.base import present_leaves
+from jmoe.checkpoint.methods.base import Files, present_leaves
 from jmoe.checkpoint.safetensors import ClosedOnExit, SafetensorsFile, SafetensorsIndex, TensorInfo, open_safetensors
 from jmoe.checkpoint.safetensors_header import MAX_JSON_BYTES, parse_json
 from jmoe.checkpoint.summary import Kind, ModuleSummary, Summary
@@ -71,7 +71,8 @@ class Checkpoint(ClosedOnExit):
       quantization_config: the quantization configuration, wherever it was found; None for an unquantized checkpoint.
       method_name: the name of the quantization method; ``"none"`` for an unquantized checkpoint.
       method: the method, set up.
-      tensors: name to header of every tensor; looking one up opens the file that holds it.
+      tensors: name to header of every tensor; looking one up opens the file that holds it. Experts that a file has in
+        one tensor are shown as tensors of each expert.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Checkpoint(ClosedOnExit):
         self.quantization_config = quantization.settings or None
         self.method_name = quantization.name
         self.method = method
-        self._files = files
+        self._files: Files = method.view(files)
         self._check_quantization(quantization)
 
     @property

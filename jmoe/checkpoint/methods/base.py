@@ -50,6 +50,14 @@ class Tensors(Protocol):
     def read(self, name: str) -> np.ndarray: ...
 
 
+class Files(Tensors, Protocol):
+    """Open files: `Tensors`, whose memory can be let go of and which end."""
+
+    def release(self, name: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Method(Protocol):
     """A translation from a ``quantization_config`` and the names of tensors to recipes and weights.
 
@@ -70,6 +78,14 @@ class Method(Protocol):
           CheckpointError: a setting that the method does not have.
         """
         ...
+
+    def view(self, files: Files) -> Files:
+        """The files with tensors under the names of modules and leaves, where the format's own are others.
+
+        Raises:
+          CheckpointError: tensors of shapes that the format does not have.
+        """
+        return files
 
     def is_quantized(self, leaves: Collection[str]) -> bool:
         """Whether a module with these leaves is quantized."""
@@ -164,9 +180,10 @@ class ModuleList:
 
     Args:
       entries: as the configuration has them.
+      expressions: whether they may be regular expressions. As one, ``model.layers.1*`` means every layer.
     """
 
-    def __init__(self, entries: Iterable[str]) -> None:
+    def __init__(self, entries: Iterable[str], *, expressions: bool = True) -> None:
         self._names: dict[str, str] = {}
         self._patterns: list[tuple[re.Pattern[str], str]] = []
         for entry in entries:
@@ -174,6 +191,8 @@ class ModuleList:
                 self._names.setdefault(entry.strip("."), entry)
                 continue
             self._patterns.append((re.compile(fnmatch.translate(entry)), entry))
+            if not expressions:
+                continue
             # A shell pattern such as *.attn.* is no regular expression.
             with contextlib.suppress(re.error):
                 self._patterns.append((re.compile(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))"), entry))
@@ -187,6 +206,28 @@ class ModuleList:
                 if name in self._names:
                     return self._names[name]
         return next((entry for pattern, entry in self._patterns if pattern.match(module)), None)
+
+
+def check_keys(config: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raises a CheckpointError that names a key of the configuration which is not known."""
+    unknown = sorted(set(config).difference(known))
+    if unknown:
+        raise CheckpointError(
+            f"has the key {unknown[0]!r} with the value {config[unknown[0]]!r}, which is not known; known are "
+            f"{', '.join(sorted(known))}"
+        )
+
+
+def list_of_names(config: Mapping[str, Any], key: str) -> list[str]:
+    """The list of modules under a key; empty where there is none.
+
+    Raises:
+      CheckpointError: the value is something else.
+    """
+    entries = config.get(key) or ()
+    if not isinstance(entries, (list, tuple)) or not all(isinstance(entry, str) for entry in entries):
+        raise CheckpointError(f"has {key} {entries!r}, expected a list of names")
+    return list(entries)
 
 
 def require_matrix(info: TensorInfo) -> tuple[int, int]:
@@ -213,22 +254,24 @@ def read_scale(tensors: Tensors, name: str) -> np.ndarray:
 
     Raises:
       CheckpointError: an element that is not finite, not positive, or too small for its reciprocal to be finite: a
-        scale that was never set, or divides by zero later on. An e8m0 byte of 0 is 2^-127, the scale of a zero block.
+        scale that was never set, or divides by zero later on. An e8m0 byte of 0 is 2^-127, the scale of a zero block;
+        an e4m3 scale of a zero block, under a global scale, may be 0.
     """
     stored = tensors.read(name)
+    least = 0.0 if stored.dtype == ml_dtypes.float8_e4m3fn else _F32_TINY
     if stored.dtype in (np.uint8, ml_dtypes.float8_e8m0fnu):
         stored = stored.view(np.uint8)
         bad = stored == bits.E8M0_NAN
     else:
         values = stored.astype(np.float32)
-        bad = ~(np.isfinite(values) & (values >= _F32_TINY))
+        bad = ~(np.isfinite(values) & (values >= least))
     if bad.any():
         index = tuple(int(i) for i in np.argwhere(bad)[0]) if bad.ndim else ()
         value = "NaN (e8m0 byte 255)" if stored.dtype == np.uint8 else f"{float(stored[index]):.9g}"
         at = f" at {list(index)}" if index else ""
         raise CheckpointError(
-            f"{where(tensors.tensors[name])} holds the scale {value}{at}, expected finite positive numbers of at least "
-            f"{_F32_TINY:.9g}: it was never set or is damaged"
+            f"{where(tensors.tensors[name])} holds the scale {value}{at}, expected finite "
+            f"{'positive ' if least else ''}numbers of at least {least:.9g}: it was never set or is damaged"
         )
     return stored
 

@@ -20,6 +20,7 @@ from jmoe.checkpoint.methods.base import (
     ModuleList,
     Tensors,
     host_qtensor,
+    list_of_names,
     present_leaves,
     read_scale,
     register,
@@ -73,10 +74,7 @@ class Fp8(Method):
             raise CheckpointError("has scale_fmt 'ue8m0' without weight_block_size, expected it only with blocks")
         ignored: dict[str, str] = {}
         for key in _IGNORE_KEYS:
-            entries = config.get(key) or ()
-            if not isinstance(entries, (list, tuple)) or not all(isinstance(entry, str) for entry in entries):
-                raise CheckpointError(f"has {key} {entries!r}, expected a list of names")
-            ignored.update(dict.fromkeys(entries, key))
+            ignored.update(dict.fromkeys(list_of_names(config, key), key))
         return cls(block=block, static=scheme == "static", power_of_two=scale_fmt == "ue8m0", ignored=ignored)
 
     def is_quantized(self, leaves: Collection[str]) -> bool:
