@@ -179,7 +179,13 @@ def explain_command(
         console.print(table)
         return
     operation = operation.replace(recipe=as_recipe(recipe))
-    selection = select(operation, spec, implementation=implementation)
+    try:
+        selection = select(operation, spec, implementation=implementation)
+    except ExceptionGroup as group:
+        reasons = [f"  {error}" for error in group.exceptions]
+        for line in [f"on {spec.describe()}", operation.describe(), "  takes none:", *reasons]:
+            console.print(line, soft_wrap=True)
+        raise typer.Exit(1) from None
     for line in [f"on {spec.describe()}", *describe(operation, selection), *_cost(operation, spec)]:
         console.print(line, soft_wrap=True)
 
@@ -233,7 +239,7 @@ def _choice(op: OpSpec, device: DeviceSpec, implementation: str | None = None) -
         return None, _refusal(op, device, implementation or jmoe.config.implementation)
     except ExceptionGroup as group:
         return None, "; ".join(str(error) for error in group.exceptions)
-    return selection, selection.note or selection.reason
+    return selection, selection.why
 
 
 def _refusal(op: OpSpec, device: DeviceSpec, name: str) -> str:
@@ -419,3 +425,7 @@ def _implementation_table(op: OpSpec, device: DeviceSpec) -> ReasonedTable:
             every = len(recipes) == len(RECIPES)
             table.add_row(name, usable, "every one" if every else ", ".join(recipes), table.why(because))
     return table
+
+
+if __name__ == "__main__":
+    main()

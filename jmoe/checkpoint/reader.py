@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -13,7 +13,7 @@ import numpy as np
 
 from jmoe.arguments import check_type
 from jmoe.checkpoint.experts import Experts, expert_prefix, experts_of, group_experts
-from jmoe.checkpoint.methods import CheckpointError, Method, method_for
+from jmoe.checkpoint.methods import CheckpointError, Method, method_for, modelopt
 from jmoe.checkpoint.methods.base import Files, present_leaves
 from jmoe.checkpoint.safetensors import ClosedOnExit, SafetensorsFile, SafetensorsIndex, TensorInfo, open_safetensors
 from jmoe.checkpoint.safetensors_header import MAX_JSON_BYTES, parse_json
@@ -23,7 +23,7 @@ from jmoe.scheme import Recipe
 CONFIG_FILE = "config.json"
 
 # Files that hold the quantization configuration where config.json does not, and the method where they do not say.
-_SIDE_FILES = (("hf_quant_config.json", "modelopt"), ("quantize_config.json", "gptq"), ("quant_config.json", "awq"))
+_SIDE_FILES = ((modelopt.SIDE_FILE, "modelopt"), ("quantize_config.json", "gptq"), ("quant_config.json", "awq"))
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -160,10 +160,10 @@ class Checkpoint(ClosedOnExit):
         return self.method.recipe_for(module, present_leaves(self.tensors, module, self.method.leaves))
 
     def shape_for(self, module: str) -> tuple[int, ...]:
-        """The logical shape of a module's weight; no data is read. Raises as `Method.recipe_for` does."""
+        """The logical shape of a module's weight; no weight is read. Raises as `Method.recipe_for` does."""
         present = present_leaves(self.tensors, module, self.method.leaves)
         self.method.recipe_for(module, present)
-        return self.method.shape_for(module, present)
+        return self.method.read_shape(self, module)
 
     def has_weight(self, module: str) -> bool:
         """Whether a module has a weight, or what only quantized weights have."""
@@ -293,11 +293,23 @@ def _find_quantization(folder: Path, config: Mapping[str, Any]) -> _Quantization
     places.append((config, "compression_config", "compression_config", "compressed-tensors"))
     for holder, key, shown, default in places:
         if (value := holder.get(key)) is not None and value != {}:
-            return _quantization(f"{file}: its {shown}", value, default)
+            return _with_side_file(folder, _quantization(f"{file}: its {shown}", value, default))
     for name, default in _SIDE_FILES:
         if (folder / name).is_file():
             return _quantization(f"{folder / name}: it", _read_json(folder / name), default)
     return _Quantization(str(file), "none", {})
+
+
+def _with_side_file(folder: Path, found: _Quantization) -> _Quantization:
+    """ModelOpt's configuration is in two places at once, and one of them may say more."""
+    side = folder / modelopt.SIDE_FILE
+    if found.name != "modelopt" or not side.is_file():
+        return found
+    settings = _read_json(side)
+    try:
+        return replace(found, settings=modelopt.joined(found.settings, settings))
+    except CheckpointError as error:
+        raise CheckpointError(f"{found.where} {error}") from None
 
 
 def _quantization(where: str, settings: object, default: str | None) -> _Quantization:

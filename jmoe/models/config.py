@@ -90,6 +90,7 @@ class DecoderConfig:
                 raise ValueError(f"config has {key}={config[key]!r}, but this decoder is for {wanted}")
         if config.get("model_type") != "qwen3_moe":
             raise ValueError(f"config has model_type={config.get('model_type')!r}, but this decoder is for 'qwen3_moe'")
+        config = _with_num_experts(config)
         known = {field.name: field for field in dataclasses.fields(cls)}
         missing = [n for n, f in known.items() if f.default is dataclasses.MISSING and n != "head_dim"]
         for key in missing:
@@ -135,6 +136,16 @@ def _checked(name: str, value: Any, kind: Any) -> Any:
 
 def _is_integer(value: Any) -> bool:
     return not isinstance(value, bool) and isinstance(value, numbers.Integral)
+
+
+def _with_num_experts(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``num_experts`` under that name; newer files call it ``num_local_experts``."""
+    old, new = config.get("num_experts"), config.get("num_local_experts")
+    if old is None or new is None:
+        return {**config, "num_experts": new if old is None else old}
+    if old != new:
+        raise ValueError(f"config has num_experts={old!r} and num_local_experts={new!r}, two names of one number")
+    return config
 
 
 def _rope_theta(config: Mapping[str, Any]) -> float:

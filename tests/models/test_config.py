@@ -18,9 +18,16 @@ def test_the_tiny_checkpoint(tiny_config):
     assert config.routing.top_k == 2 and config.routing.renormalize
 
 
+def test_the_number_of_experts_under_its_newer_name(tiny_config):
+    config = DecoderConfig.from_hf({**tiny_config, "num_experts": None, "num_local_experts": 4})
+    assert config.num_experts == 4
+    assert DecoderConfig.from_hf({**tiny_config, "num_local_experts": 8}).num_experts == 8
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
+        ({"num_local_experts": 4}, "config has num_experts=8 and num_local_experts=4, two names of one number"),
         ({"model_type": "mixtral"}, "model_type='mixtral', but this decoder is for 'qwen3_moe'"),
         ({"model_type": None}, "model_type=None"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu', but this decoder is for 'silu'"),

@@ -107,6 +107,10 @@ class Method(Protocol):
         """The logical shape of a module's weight, from the headers of its tensors by leaf."""
         return present["weight"].shape
 
+    def read_shape(self, tensors: Tensors, module: str) -> tuple[int, ...]:
+        """As `shape_for`, where a format has tensors that say a shape, by reading these."""
+        return self.shape_for(module, present_leaves(tensors.tensors, module, self.leaves))
+
     def load_weight(self, tensors: Tensors, module: str) -> HostWeight:
         """The module's weight (N, K) on the host, exactly as stored; leaves may be views of the file.
 
@@ -180,10 +184,9 @@ class ModuleList:
 
     Args:
       entries: as the configuration has them.
-      expressions: whether they may be regular expressions. As one, ``model.layers.1*`` means every layer.
     """
 
-    def __init__(self, entries: Iterable[str], *, expressions: bool = True) -> None:
+    def __init__(self, entries: Iterable[str]) -> None:
         self._names: dict[str, str] = {}
         self._patterns: list[tuple[re.Pattern[str], str]] = []
         for entry in entries:
@@ -191,8 +194,6 @@ class ModuleList:
                 self._names.setdefault(entry.strip("."), entry)
                 continue
             self._patterns.append((re.compile(fnmatch.translate(entry)), entry))
-            if not expressions:
-                continue
             # A shell pattern such as *.attn.* is no regular expression.
             with contextlib.suppress(re.error):
                 self._patterns.append((re.compile(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))"), entry))
@@ -276,6 +277,14 @@ def read_scale(tensors: Tensors, name: str) -> np.ndarray:
     return stored
 
 
-def host_qtensor(data: np.ndarray, scale: np.ndarray, scheme: Scheme, input_scheme: Scheme | None) -> QTensor:
+def host_qtensor(
+    data: np.ndarray,
+    scale: np.ndarray,
+    scheme: Scheme,
+    input_scheme: Scheme | None,
+    *,
+    global_scale: np.ndarray | None = None,
+) -> QTensor:
     """A QTensor with NumPy leaves, of shapes that the caller has checked against the scheme."""
-    return QTensor(cast(Array, data), cast(Array, scale), None, None, scheme, input_scheme)
+    parts = (cast(Array, data), cast(Array, scale), cast(Array | None, global_scale))
+    return QTensor(*parts, None, scheme, input_scheme)
