@@ -70,19 +70,11 @@ def test_config_json_takes_precedence_over_the_files_beside_it(write_checkpoint)
 
 
 @pytest.mark.parametrize(
-    "config, side, name",
-    [
-        ({"quantization_config": {"quant_algo": "FP8", "producer": {"name": "modelopt"}}}, None, "modelopt"),
-        ({"compression_config": {"format": "float-quantized"}}, None, "compressed-tensors"),
-        ({}, ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}), "modelopt"),
-        ({}, ("quantize_config.json", {"bits": 4}), "gptq"),
-        ({}, ("quant_config.json", {"w_bit": 4}), "awq"),
-    ],
+    "side, config, name", [("quantize_config.json", {"bits": 4}, "gptq"), ("quant_config.json", {"w_bit": 4}, "awq")]
 )
-def test_a_method_that_is_not_named_follows_from_where_it_was_found(write_checkpoint, config, side, name):
-    folder = write_checkpoint(quantized("a"), config)
-    if side:
-        (folder / side[0]).write_text(json.dumps(side[1]))
+def test_a_method_that_is_not_named_follows_from_where_it_was_found(write_checkpoint, side, config, name):
+    folder = write_checkpoint(quantized("a"))
+    (folder / side).write_text(json.dumps(config))
     message = refusal(checkpoint.open, folder)
     assert f"has quant_method {name!r}, which is not supported; known are {KNOWN}" in message
 
@@ -94,7 +86,7 @@ def test_a_malformed_quantization_config_is_refused(write_checkpoint, settings):
 
 
 def test_unsupported_methods_name_themselves_and_the_known_ones(shared):
-    for folder, name in (("ct_nvfp4", "compressed-tensors"), ("gptq_w4_g128", "gptq"), ("bnb_nf4", "bitsandbytes")):
+    for folder, name in (("awq_w4_g128", "awq"), ("gptq_w4_g128", "gptq"), ("bnb_nf4", "bitsandbytes")):
         message = refusal(checkpoint.open, shared / "fixtures" / "tiny-moe" / folder)
         assert f"{name!r}" in message and KNOWN in message
 

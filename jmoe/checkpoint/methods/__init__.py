@@ -4,7 +4,7 @@ One file a method, each entered under the name that ``quant_method`` has in a ch
 models. A method of one's own is a subclass of `Method` under the decorator `register`.
 """
 
-from jmoe.checkpoint.methods import fp8, modelopt, mxfp4, none
+from jmoe.checkpoint.methods import fp8, modelopt, mxfp4, mxfp8, none
 from jmoe.checkpoint.methods.base import (
     CheckpointError,
     HostWeight,
@@ -25,6 +25,7 @@ __all__ = [
     "method_for",
     "modelopt",
     "mxfp4",
+    "mxfp8",
     "none",
     "register",
 ]

@@ -250,6 +250,18 @@ def require_grid(scale: TensorInfo, weight: TensorInfo, block: tuple[int, int]) 
         )
 
 
+def require_groups(weight: TensorInfo, scale: TensorInfo, group: int) -> None:
+    """Checks the shape of scales against that of 4-bit codes, two to a byte: one scale for ``group`` of K."""
+    n, half = require_matrix(weight)
+    k = 2 * half
+    if scale.shape != (grid := (n, -(-k // group))):
+        transposed = ", so it looks transposed" if scale.shape == grid[::-1] else ""
+        raise CheckpointError(
+            f"{where(scale)} has shape {scale.shape}, expected {grid} for {weight.name!r} of {n} rows of {k} 4-bit "
+            f"codes in groups of {group}{transposed}"
+        )
+
+
 def read_scale(tensors: Tensors, name: str) -> np.ndarray:
     """A scale tensor, checked and as ``QTensor.scale`` holds it (e8m0 as its bytes).
 

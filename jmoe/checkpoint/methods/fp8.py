@@ -4,12 +4,14 @@ Values are ``e4m3 * scale``: the common name ``weight_scale_inv`` notwithstandin
 ``weight_block_size`` and nothing else: with ragged last blocks it does not follow from shapes. The scale's dtype comes
 from its tensor, because ``scale_fmt: "ue8m0"`` occurs with float32 and with e8m0 scales alike; the setting itself is
 obeyed for activations.
+
+DeepSeek-V4 has experts in MXFP4 among them: ``weight`` I8 (N, K/2), two e2m1 codes a byte, low nibble first, and
+``scale`` F8_E8M0 (N, K/32). Which module is such a one, its tensors say; activations are those of all others.
 """
 
 from collections.abc import Collection, Mapping
 from typing import Any, Self
 
-import ml_dtypes
 import numpy as np
 
 from jmoe.checkpoint.methods.base import (
@@ -25,12 +27,13 @@ from jmoe.checkpoint.methods.base import (
     read_scale,
     register,
     require_grid,
+    require_groups,
     where,
 )
 from jmoe.checkpoint.methods.none import unquantized_recipe
 from jmoe.checkpoint.safetensors import TensorInfo
 from jmoe.qtensor import scale_grid
-from jmoe.scheme import Block, Recipe, Scheme, recipe_of
+from jmoe.scheme import Block, Recipe, Scheme, recipe, recipe_of
 
 _WEIGHT_SCALES = ("weight_scale_inv", "weight_scale", "scale")
 _INPUT_SCALES = ("input_scale", "activation_scale")
@@ -97,17 +100,21 @@ class Fp8(Method):
             return unquantized_recipe(module, present)
         if weight is None:
             raise CheckpointError(f"{where(scale)} is a scale, but {module + '.weight'!r} is missing")
-        if weight.dtype != "F8_E4M3":
+        fp4 = weight.dtype == "I8" and scale.dtype in ("F8_E8M0", "U8")
+        if weight.dtype != "F8_E4M3" and not fp4:
             raise CheckpointError(f"{where(weight)} has dtype {weight.dtype}, expected F8_E4M3 beside {scale.name!r}")
         if (ignored := self.ignored_by(module)) is not None:
             raise CheckpointError(
-                f"{where(weight)} is F8_E4M3 with the scale {scale.name!r}, but the configuration's {ignored} "
+                f"{where(weight)} is {weight.dtype} with the scale {scale.name!r}, but the configuration's {ignored} "
                 "says that it is not quantized"
             )
         if scale.dtype not in SCALE_DTYPES:
             raise CheckpointError(f"{where(scale)} has dtype {scale.dtype}, expected one of {', '.join(SCALE_DTYPES)}")
-        require_grid(scale, weight, self._block)
         self._check_input_scale(module, weight, _only(present, _INPUT_SCALES))
+        if fp4:
+            require_groups(weight, scale, 32)
+            return recipe_of(recipe("mxfp4").weight, self._input)
+        require_grid(scale, weight, self._block)
         scheme = Scheme(format="e4m3", block=self._block, scale_dtype=SCALE_DTYPES[scale.dtype])
         return recipe_of(scheme, self._input)
 
@@ -128,17 +135,21 @@ class Fp8(Method):
         if scale.shape not in ((), (1,)) or scale.dtype not in ("F32", "BF16", "F16"):
             raise CheckpointError(f"{where(scale)} is {scale.dtype} of shape {scale.shape}, expected one F32 number")
 
+    def shape_for(self, module: str, present: Mapping[str, TensorInfo]) -> tuple[int, ...]:
+        *batch, k = present["weight"].shape
+        return (*batch, 2 * k) if present["weight"].dtype == "I8" else (*batch, k)
+
     def load_weight(self, tensors: Tensors, module: str) -> HostWeight:
         present = present_leaves(tensors.tensors, module, self.leaves)
         found = self.recipe_for(module, present)
-        if found.weight is None:
-            return tensors.read(f"{module}.weight")
         data = tensors.read(f"{module}.weight")
+        if found.weight is None:
+            return data
         scale = _only(present, _WEIGHT_SCALES)
-        assert scale is not None and data.dtype == ml_dtypes.float8_e4m3fn
-        n, k = data.shape
-        grid = read_scale(tensors, scale.name).reshape(scale_grid((n, k), self._block))
-        return host_qtensor(data, grid, found.weight, found.input)
+        assert scale is not None
+        n, k = self.shape_for(module, present)
+        grid = read_scale(tensors, scale.name).reshape(scale_grid((n, k), found.weight.block))
+        return host_qtensor(data.view(found.weight.fmt.storage), grid, found.weight, found.input)
 
     def load_input_scale(self, tensors: Tensors, module: str) -> np.float32 | None:
         present = present_leaves(tensors.tensors, module, self.leaves)

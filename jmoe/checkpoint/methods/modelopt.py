@@ -37,10 +37,11 @@ from jmoe.checkpoint.methods.base import (
     read_scale,
     register,
     require_grid,
+    require_groups,
     require_matrix,
     where,
 )
-from jmoe.checkpoint.methods.mxfp4 import check_mxfp4, require_groups
+from jmoe.checkpoint.methods.mxfp4 import check_mxfp4
 from jmoe.checkpoint.methods.none import unquantized_recipe
 from jmoe.checkpoint.safetensors import TensorInfo
 from jmoe.qtensor import scale_grid

@@ -26,7 +26,7 @@ from jmoe.checkpoint.methods.base import (
     present_leaves,
     read_scale,
     register,
-    require_matrix,
+    require_groups,
     where,
 )
 from jmoe.checkpoint.methods.none import unquantized_recipe
@@ -109,18 +109,6 @@ def check_mxfp4(module: str, weight: TensorInfo | None, scale: TensorInfo) -> No
     if scale.dtype not in ("U8", "F8_E8M0"):
         raise CheckpointError(f"{where(scale)} has dtype {scale.dtype}, expected U8 or F8_E8M0")
     require_groups(weight, scale, GROUP)
-
-
-def require_groups(weight: TensorInfo, scale: TensorInfo, group: int) -> None:
-    """Checks the shape of scales against that of 4-bit codes, two to a byte: one scale for ``group`` of K."""
-    n, half = require_matrix(weight)
-    k = 2 * half
-    if scale.shape != (grid := (n, -(-k // group))):
-        transposed = ", so it looks transposed" if scale.shape == grid[::-1] else ""
-        raise CheckpointError(
-            f"{where(scale)} has shape {scale.shape}, expected {grid} for {weight.name!r} of {n} rows of {k} 4-bit "
-            f"codes in groups of {group}{transposed}"
-        )
 
 
 def _parts(files: Files) -> Iterator[Part]:
