@@ -232,10 +232,10 @@ def _host_bias(checkpoint: Checkpoint, module: str) -> np.ndarray | None:
     name = f"{module}.bias"
     if name not in checkpoint.tensors:
         return None
-    weight = checkpoint.tensors.get(f"{module}.weight")
+    rows = checkpoint.shape_for(module)[:1] if checkpoint.has_weight(module) else None
     info = checkpoint.tensors[name]
-    if len(info.shape) != 1 or (weight is not None and info.shape != weight.shape[:1]):
-        expected = "(N,)" if weight is None else str(weight.shape[:1])
+    if len(info.shape) != 1 or (rows is not None and info.shape != rows):
+        expected = "(N,)" if rows is None else str(rows)
         raise CheckpointError(f"{where(info)} has shape {info.shape}, expected {expected}")
     return host_tensor(checkpoint, name)
 
