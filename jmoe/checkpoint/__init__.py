@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from jmoe.checkpoint.methods import CheckpointError, Method, register
     from jmoe.checkpoint.reader import Checkpoint, open
     from jmoe.checkpoint.safetensors import SafetensorsError
+    from jmoe.checkpoint.save import Written, quantize_checkpoint
     from jmoe.checkpoint.summary import ModuleSummary, Summary
     from jmoe.checkpoint.weights import (
         load_bias,
@@ -25,6 +26,7 @@ _EXPORTS = {
     "ModuleSummary": "summary",
     "SafetensorsError": "safetensors",
     "Summary": "summary",
+    "Written": "save",
     "load_bias": "weights",
     "load_expert_biases": "weights",
     "load_expert_scales": "weights",
@@ -33,6 +35,7 @@ _EXPORTS = {
     "load_linear": "weights",
     "load_model": "load",
     "open": "reader",
+    "quantize_checkpoint": "save",
     "register": "methods",
 }
 
@@ -43,6 +46,7 @@ __all__ = [
     "ModuleSummary",
     "SafetensorsError",
     "Summary",
+    "Written",
     "load_bias",
     "load_expert_biases",
     "load_expert_scales",
@@ -51,6 +55,7 @@ __all__ = [
     "load_linear",
     "load_model",
     "open",
+    "quantize_checkpoint",
     "register",
 ]
 

@@ -4,23 +4,19 @@ import contextlib
 import functools
 import os
 import re
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import rich.progress
 from flax import nnx
 from jax import Array
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 
 from jmoe.arguments import COMPUTE_DTYPES, float_dtype
 from jmoe.checkpoint import reader
 from jmoe.checkpoint.experts import expert_prefix
 from jmoe.checkpoint.methods import CheckpointError
 from jmoe.checkpoint.methods.base import where
+from jmoe.checkpoint.progress import Progress, advancing
 from jmoe.checkpoint.reader import CONFIG_FILE, Checkpoint
 from jmoe.checkpoint.weights import (
     Device,
@@ -44,11 +40,6 @@ from jmoe.scheme import Recipe
 
 # Tensors that files carry and the model makes itself.
 _COMPUTED = re.compile(r"(.+\.)?rotary_emb\.inv_freq")
-
-_SECONDS_BEFORE_PROGRESS = 1.0
-
-Progress = Callable[[int, int], None]
-"""Called with bytes loaded and bytes in all."""
 
 
 def load_model(
@@ -100,7 +91,8 @@ def load_model(
         places = model.parameter_places()
         _check_complete(checkpoint, places, model.config.tie_word_embeddings)
         _check_shapes(checkpoint, places, modules)
-        advance = stack.enter_context(_advancing(checkpoint, progress))
+        total = sum(info.nbytes for info in checkpoint.tensors.values())
+        advance = stack.enter_context(advancing(checkpoint.path.resolve().name, total, progress))
         if implementation is not None:
             stack.enter_context(config(implementation=implementation))  # what weights are prepared for
         loader = _Loader(checkpoint, param_dtype, weight_only, device)
@@ -265,42 +257,3 @@ def _nbytes(checkpoint: Checkpoint, source: str) -> int:
     else:
         modules = [source]
     return sum(checkpoint.tensors[name].nbytes for module in modules for name in checkpoint.leaves[module].values())
-
-
-@contextlib.contextmanager
-def _advancing(checkpoint: Checkpoint, progress: Progress | None) -> Iterator[Callable[[int], None]]:
-    """A function that counts bytes and tells ``progress`` of them, or else a bar of its own."""
-    total = sum(info.nbytes for info in checkpoint.tensors.values())
-    with (
-        contextlib.nullcontext(progress)
-        if progress is not None
-        else _bar(checkpoint.path.resolve().name, total) as tell
-    ):
-        done = 0
-
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            tell(done, total)
-
-        yield advance
-
-
-@contextlib.contextmanager
-def _bar(name: str, total: int) -> Iterator[Progress]:
-    """A bar of bytes, where stderr is a terminal and it takes a while."""
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    bar = rich.progress.Progress(*columns, console=Console(stderr=True), transient=True)
-    task = bar.add_task(name, total=total)
-    visible, since = sys.stderr.isatty(), time.monotonic()
-
-    def tell(done: int, total: int) -> None:
-        bar.update(task, completed=done)
-        if visible and time.monotonic() - since > _SECONDS_BEFORE_PROGRESS:
-            bar.start()
-
-    try:
-        yield tell
-    finally:
-        if visible:
-            bar.stop()

@@ -15,7 +15,7 @@ from flax import nnx
 
 import jmoe
 from jmoe import checkpoint
-from jmoe.checkpoint import load
+from jmoe.checkpoint import load, progress
 from jmoe.checkpoint.safetensors import open_safetensors, write_safetensors
 from jmoe.models import Decoder, DecoderConfig, evaluate
 from jmoe.qtensor import QTensor
@@ -355,7 +355,7 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress_is_shown_on_a_terminal_only(write_checkpoint, monkeypatch, terminal):
-    monkeypatch.setattr(load, "_SECONDS_BEFORE_PROGRESS", -1)
+    monkeypatch.setattr(progress, "_SECONDS_BEFORE_PROGRESS", -1)
     monkeypatch.setenv("TERM", "xterm")
     stderr = Terminal() if terminal else io.StringIO()
     monkeypatch.setattr("sys.stderr", stderr)
@@ -375,7 +375,7 @@ def test_quick_loads_show_no_progress(write_checkpoint, monkeypatch):
 
 
 def test_progress_that_is_asked_for_takes_the_place_of_the_bar(write_checkpoint, monkeypatch):
-    monkeypatch.setattr(load, "_SECONDS_BEFORE_PROGRESS", -1)
+    monkeypatch.setattr(progress, "_SECONDS_BEFORE_PROGRESS", -1)
     monkeypatch.setattr("sys.stderr", Terminal())
     told = []
     checkpoint.load_model(write_checkpoint(small(), SMALL), progress=lambda *counts: told.append(counts))
