@@ -10,6 +10,7 @@ import pytest
 
 import jmoe
 from jmoe import checkpoint
+from jmoe.checkpoint import methods
 from jmoe.checkpoint.safetensors import open_safetensors, write_safetensors
 from jmoe.models import evaluate
 from jmoe.scheme import recipe
@@ -21,7 +22,7 @@ BF16 = ml_dtypes.bfloat16
 
 
 def fused(rows=4, groups=1, **more):
-    """gpt-oss's tensors of a layer with two experts: H = 32 * groups, I = rows / 2 (a scale of ones is byte 127)."""
+    """gpt-oss's tensors of a layer with two experts, H = 32 * groups and I = rows / 2; the scales are 1, byte 127."""
     rng = np.random.default_rng(0)
     inner = -(-rows // 64)
     tensors = {
@@ -126,6 +127,47 @@ def test_a_fused_layer_is_shown_expert_by_expert_and_every_byte_is_counted(write
         assert opened.summary().nbytes == stored == sum(i.nbytes for i in opened.tensors.values())
         w13, w2 = opened.summary().modules
         assert (w13.shape, w2.shape) == ((2, 2, 2, 32), (2, 32, 2 * 16))
+
+
+def test_a_fused_layer_may_lie_in_several_files(tmp_path):
+    tensors = fused(rows=64, down_proj_bias=np.arange(64, dtype=np.float32).reshape(2, 32))
+    for i, name in enumerate(sorted(tensors), 1):
+        write_safetensors(tmp_path / f"model-{i:05}-of-{len(tensors):05}.safetensors", {name: tensors[name]})
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with checkpoint.open(tmp_path) as opened:
+        w13, _ = checkpoint.load_experts(opened, PREFIX)
+        _, b2 = checkpoint.load_expert_biases(opened, PREFIX)
+    blocks = tensors[f"{PREFIX}.gate_up_proj_blocks"].reshape(2, 64, 16)
+    np.testing.assert_array_equal(w13.data, np.stack([blocks[:, 0::2], blocks[:, 1::2]], axis=1))
+    np.testing.assert_array_equal(b2, tensors[f"{PREFIX}.down_proj_bias"])
+
+
+class Recorded:
+    """Files that keep a list of what was let go of."""
+
+    def __init__(self, files):
+        self.tensors, self.read, self.close, self.released = files.tensors, files.read, files.close, []
+
+    def release(self, name):
+        self.released.append(name)
+
+
+def test_a_fused_tensor_is_let_go_of_with_its_last_part(write_checkpoint):
+    folder = write_checkpoint(fused() | {"lm_head.weight": np.ones((2, 2), np.float32)}, CONFIG)
+    files = Recorded(open_safetensors(folder))
+    shown = methods.mxfp4.Mxfp4({}).view(files)
+    for e in range(2):
+        for half in ("gate_proj", "up_proj"):
+            assert files.released == []
+            shown.release(f"{PREFIX}.{e}.{half}.weight")
+    assert files.released == [f"{PREFIX}.gate_up_proj_blocks"]
+    shown.release("lm_head.weight")
+    assert files.released[1:] == ["lm_head.weight"]
+
+
+def test_fused_codes_without_a_configuration_are_refused(write_checkpoint):
+    message = refusal(write_checkpoint(fused()), load_layer)
+    assert f"tensors {PREFIX}." in message and "of a quantized module, but no quantization_config" in message
 
 
 def test_experts_with_tensors_of_their_own_load_too_and_rows_do_not_alternate(write_checkpoint):

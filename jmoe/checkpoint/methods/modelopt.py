@@ -17,6 +17,7 @@ Source: the files that Model Optimizer writes.
 """
 
 import fnmatch
+import functools
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -233,11 +234,13 @@ class _Excluded:
             for form in dict.fromkeys((entry, _plain(entry))):
                 if re.fullmatch(r"[\w.\-]+", form):
                     self._names.setdefault(form.strip("."), entry)
-                # Without its only component "language_model*" would mean everything.
+                # What is left of "language_model.*" would mean everything.
                 elif form == entry or re.match(r"\w", form):
                     self._patterns.append((re.compile(fnmatch.translate(form)), entry))
+        # Tens of thousands of modules against a pattern a layer, and each is asked about several times.
+        self.find = functools.cache(self._find)
 
-    def find(self, module: str) -> str | None:
+    def _find(self, module: str) -> str | None:
         """An entry that means this module, or None."""
         for name in dict.fromkeys((module, _plain(module))):
             for run in _runs(name):

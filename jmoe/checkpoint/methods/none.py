@@ -19,7 +19,12 @@ from jmoe.scheme import Recipe, recipe
 UNQUANTIZED = recipe("bf16")
 
 # Leaves that only quantized modules have, in any of the published layouts.
-_QUANTIZED_LEAVES = frozenset({"SCB", "qweight", "weight_packed", "weight_scale", "weight_scale_2", "weight_scale_inv"})
+_QUANTIZED_LEAVES = frozenset(
+    {
+        *("SCB", "qweight", "weight_packed", "weight_scale", "weight_scale_2", "weight_scale_inv"),
+        *("gate_up_proj_blocks", "down_proj_blocks"),
+    }
+)
 
 
 @register("none")
