@@ -429,10 +429,13 @@ def _unpack(words: np.ndarray, bits: int, count: int, info: TensorInfo) -> np.nd
             f"{where(info)} has {stream} words for {count} elements of {bits} bits, which versions of the library read "
             "in two ways: expected another number of elements"
         )
+    octets = np.ascontiguousarray(words).view(np.uint8)
+    if bits == 8:
+        return octets[:, :count]
     element = np.arange(count)
     position = element * bits if words.shape[1] == stream else element // per_word * 32 + element % per_word * bits
-    octets = np.pad(np.ascontiguousarray(words).view(np.uint8), ((0, 0), (0, 1))).astype(np.uint16)
-    pairs = octets[:, position // 8] | (octets[:, position // 8 + 1] << 8)
+    octets = np.pad(octets, ((0, 0), (0, 1)))
+    pairs = octets[:, position // 8] | (octets[:, position // 8 + 1].astype(np.uint16) << 8)
     return (pairs >> (position % 8).astype(np.uint16) & np.uint16(2**bits - 1)).astype(np.uint8)
 
 
@@ -444,7 +447,10 @@ def _as_stored(values: np.ndarray, found: _Module, info: TensorInfo) -> np.ndarr
         offset -= half
     elif found.args.bits < 8 and values.size and not -half <= values.min() <= values.max() < half:
         raise CheckpointError(f"{where(info)} holds integers from {values.min()} to {values.max()}, but {found.says}")
-    return (values.astype(np.int16) + np.int16(offset)).astype(np.uint8 if found.narrow else np.int8)
+    codes = values.view(np.uint8)
+    if offset:
+        codes = codes + np.uint8(offset % 256)  # modulo 256, which two's complement makes a difference
+    return codes if found.narrow else codes.view(np.int8)
 
 
 def _pack_nibbles(codes: np.ndarray) -> np.ndarray:
