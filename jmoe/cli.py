@@ -1,8 +1,9 @@
-"""The command line: compare, inspect, explain, doctor."""
+"""The command line: compare, quantize, inspect, explain, doctor."""
 
 import contextlib
 import importlib.metadata
 import itertools
+import json
 import os
 import platform
 import re
@@ -51,8 +52,7 @@ def main() -> None:
     try:
         app(prog_name="jmoe")
     except ExceptionGroup as group:
-        reasons = "; ".join(str(error) for error in group.exceptions)
-        sys.exit(_fail(f"{group.message}: {reasons}"))
+        sys.exit(_fail("\n  ".join([f"{group.message}:", *map(str, group.exceptions)])))
     except OSError as error:
         named = error.filename is not None and error.strerror is not None
         sys.exit(_fail(f"{error.filename}: {error.strerror}" if named else str(error)))
@@ -132,6 +132,58 @@ def _check_dtype(name: str) -> None:
         raise ValueError(f"--dtype {name!r} must be bfloat16, float16 or float32")
 
 
+@app.command("quantize")
+def quantize_command(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="A folder with config.json and safetensors.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="A new or an empty folder.")],
+    recipe: Annotated[str, typer.Option(help="fp8_block, int4:group=64,scale_dtype=bfloat16, ...")],
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="Modules to leave alone: self_attn, layers.0.*, re:.*down_proj; repeat."),
+    ] = None,
+    shard_size: Annotated[str, typer.Option(help="Of a file of tensors: 5GB, 500MB, 2GiB.")] = "5GB",
+    input_scales: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="JSON, module to activation scale, where a recipe takes them.")
+    ] = None,
+) -> None:
+    """Writes a checkpoint with quantized linear layers and experts, as inference engines read it."""
+    _devices()
+    written = checkpoint.quantize_checkpoint(
+        source,
+        target,
+        recipe,
+        ignore=ignore or (),
+        input_scales=None if input_scales is None else _input_scales(input_scales),
+        shard_size=_byte_count(shard_size),
+    )
+    console.print(
+        f"wrote {target}: quant_method {written.method}, recipe {written.recipe}, {len(written.quantized)} linear "
+        f"layers quantized and {len(written.left)} left alone, {_size(written.source_nbytes)} became "
+        f"{_size(written.nbytes)} in {written.files} {'file' if written.files == 1 else 'files'}",
+        soft_wrap=True,
+    )
+
+
+def _byte_count(text: str) -> int:
+    units = {"": 1, **{f"{prefix}B": 1000**i for i, prefix in enumerate(("", "k", "M", "G", "T"))}}
+    units |= {f"{prefix}iB": 1024**i for i, prefix in enumerate(("K", "M", "G", "T"), 1)}
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?) ?([A-Za-z]*)", text)
+    unit = {name.lower(): size for name, size in units.items()}.get(match[2].lower()) if match else None
+    if match is None or unit is None or (count := int(float(match[1]) * unit)) < 1:
+        raise ValueError(f"--shard-size {text!r} must be a number of bytes such as 5GB, 500MB or 2GiB")
+    return count
+
+
+def _input_scales(path: Path) -> dict[str, float]:
+    try:
+        scales = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"--input-scales {path} is no JSON: {error}") from error
+    if not isinstance(scales, dict) or not all(type(scale) in (int, float) for scale in scales.values()):
+        raise ValueError(f"--input-scales {path} must hold an object of modules and their scales")
+    return scales
+
+
 @app.command("explain")
 def explain_command(
     op: Annotated[str, typer.Option(help="moe, batched_experts or linear.")] = "moe",
@@ -179,13 +231,7 @@ def explain_command(
         console.print(table)
         return
     operation = operation.replace(recipe=as_recipe(recipe))
-    try:
-        selection = select(operation, spec, implementation=implementation)
-    except ExceptionGroup as group:
-        reasons = [f"  {error}" for error in group.exceptions]
-        for line in [f"on {spec.describe()}", operation.describe(), "  takes none:", *reasons]:
-            console.print(line, soft_wrap=True)
-        raise typer.Exit(1) from None
+    selection = select(operation, spec, implementation=implementation)
     for line in [f"on {spec.describe()}", *describe(operation, selection), *_cost(operation, spec)]:
         console.print(line, soft_wrap=True)
 

@@ -81,6 +81,7 @@ def test_compare_prints_a_row_for_each_recipe_with_bf16_first(comparison):
     rows = json.loads((out / "compare.json").read_text())["rows"]
     assert [row["recipe"] for row in rows] == ["bf16", "fp8_block", "nvfp4"]
     printed = [cells for cells in columns(run.out) if cells[0] in ("bf16", "fp8_block", "nvfp4")]
+    reasons = list(dict.fromkeys(row["reason"] for row in rows))
     assert printed == [
         [
             row["recipe"],
@@ -90,7 +91,7 @@ def test_compare_prints_a_row_for_each_recipe_with_bf16_first(comparison):
             f"{row['loss_change']:+.4f}",
             f"{row['tokens_per_second']:,.0f}",
             row["implementation"],
-            "1",
+            str(reasons.index(row["reason"]) + 1),
         ]
         for row in rows
     ]
@@ -145,6 +146,55 @@ def checkpoint(folder, **changes):
     (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
     (folder / "model.safetensors").symlink_to(TINY / "model.safetensors")
     return folder
+
+
+def test_quantize_writes_a_checkpoint_and_says_what_it_is(tmp_path):
+    out = succeeds("quantize", TINY, tmp_path / "out", "--recipe", "fp8_block", "--shard-size", "2MB")
+    # 5.45 M parameters, 5.31 M of them in 84 quantized matrices; 5 others are the router's, embeddings and lm_head.
+    assert out == (
+        f"wrote {tmp_path / 'out'}: quant_method fp8, recipe fp8_block, 84 linear layers quantized and 5 left alone, "
+        "10.90 MB became 5.59 MB in 3 files\n"
+    )
+    assert "quantization method fp8" in succeeds("inspect", tmp_path / "out", width=200)
+
+
+def test_quantize_leaves_modules_alone_and_takes_scales_from_a_file(tmp_path):
+    scales = tmp_path / "scales.json"
+    projections = [f"model.layers.{i}.self_attn.{name}_proj" for i in range(3) for name in "qkvo"]
+    scales.write_text(json.dumps(dict.fromkeys(projections, 0.5)))
+    arguments = ["--ignore", "experts", "--ignore", "re:lm_head", "--input-scales", scales]
+    out = succeeds("quantize", TINY, tmp_path / "out", "--recipe", "nvfp4", *arguments)
+    assert "quant_method compressed-tensors, recipe nvfp4, 12 linear layers quantized and 77 left alone" in out
+    with open_safetensors(tmp_path / "out") as file:
+        assert file.read(f"{projections[0]}.input_global_scale") == 2  # compressed-tensors divides by it
+
+
+def test_quantize_refuses_bad_input_before_it_writes(tmp_path, shared):
+    def refuses(*arguments, source=TINY, recipe="int8"):
+        message = fails("quantize", source, tmp_path / "out", "--recipe", recipe, *arguments)
+        assert not [path for path in tmp_path.iterdir() if path.name != "scales.json"]
+        return message
+
+    assert refuses(recipe="fp9").startswith("recipe 'fp9' is unknown; known recipes are bf16,")
+    assert refuses("--ignore", "nope").startswith("ignore='nope' matches none of the 102 modules of")
+    for size in ("0", "many", "5XB", "-1GB", "1e9"):
+        expected = f"--shard-size {size!r} must be a number of bytes such as 5GB, 500MB or 2GiB"
+        assert refuses("--shard-size", size) == expected
+    quantized = shared / "fixtures" / "tiny-moe" / "fp8_block_qwen3"
+    assert refuses(source=quantized).startswith(f"{quantized}: is quantized already (quant_method 'fp8')")
+    scales = tmp_path / "scales.json"
+    for text, reason in (("[", "is no JSON: "), ('{"a": "1"}', "must hold an object of modules and their scales")):
+        scales.write_text(text)
+        assert refuses("--input-scales", scales, recipe="nvfp4").startswith(f"--input-scales {scales} {reason}")
+    message = fails("quantize", TINY, TINY, "--recipe", "int8")
+    assert message == f"dst={str(TINY)!r} exists and is not empty; it must be a new or an empty folder"
+
+
+@pytest.mark.parametrize(
+    "text, count", [("7", 7), ("1.5kB", 1500), ("5 GB", 5 * 10**9), ("2GiB", 2**31), ("1mb", 10**6)]
+)
+def test_sizes_of_files(text, count):
+    assert cli._byte_count(text) == count
 
 
 @pytest.mark.parametrize("command", ["inspect", "compare"])

@@ -112,13 +112,13 @@ def test_make_targets_exist():
 def test_commands_are_those_of_the_command_line():
     [commands] = [block for block in blocks("") if "jmoe compare" in block]
     lines = [re.split(r"\s{3,}", line)[0].split() for line in commands.splitlines()]
-    assert [line[1] for line in lines] == ["compare", "inspect", "explain", "doctor"]
+    assert [line[1] for line in lines] == ["compare", "quantize", "inspect", "explain", "doctor"]
     for program, command, *arguments in lines:
         assert program == "jmoe"
         known = cli_output([command, "--help"])
         for option in re.findall(r"--[\w-]+", " ".join(arguments)):
             assert re.search(rf"  {option} ", known), f"jmoe {command} has no {option}"
-    assert "moe fp8_block T=64 H=7168 I=2048 E=256 k=8" in cli_output(lines[2][1:])
+    assert "moe fp8_block T=64 H=7168 I=2048 E=256 k=8" in cli_output(lines[3][1:])
 
 
 def cli_output(arguments):
