@@ -52,7 +52,8 @@ def main() -> None:
     try:
         app(prog_name="jmoe")
     except ExceptionGroup as group:
-        sys.exit(_fail("\n  ".join([f"{group.message}:", *map(str, group.exceptions)])))
+        reasons = "; ".join(str(error) for error in group.exceptions)
+        sys.exit(_fail(f"{group.message}: {reasons}"))
     except OSError as error:
         named = error.filename is not None and error.strerror is not None
         sys.exit(_fail(f"{error.filename}: {error.strerror}" if named else str(error)))

@@ -26,6 +26,7 @@ import jmoe
 from jmoe import checkpoint
 from jmoe.arguments import COMPUTE_DTYPES, float_dtype
 from jmoe.backends.select import IMPLEMENTATIONS, current_device
+from jmoe.backends.spec import DeviceSpec
 from jmoe.config import config
 from jmoe.models import Decoder, DecoderConfig, evaluate
 from jmoe.nn import calibrate, quantize_model
@@ -201,7 +202,7 @@ def compare(
     for name, value, least in (("window", window, 2), ("batch", batch, 1), ("windows", windows, 1)):
         if value is not None and (type(value) is not int or value < least):
             raise ValueError(f"{name}={value!r} must be an int of at least {least}")
-    device = current_device()
+    device = _computing_device()
     default = jnp.float32 if device.platform == "cpu" else jnp.bfloat16
     computed = float_dtype("dtype", default if dtype is None else dtype, COMPUTE_DTYPES)
     with checkpoint.open(path) as opened:
@@ -244,6 +245,19 @@ def compare(
         versions={module.__name__: module.__version__ for module in (jmoe, jax, flax, np)},
         rows=tuple(rows),
     )
+
+
+def _computing_device() -> DeviceSpec:
+    """The device that the rows are measured on, which must be the one that is selected for."""
+    asked = current_device()
+    with config(device=None):
+        device = current_device()
+    if asked != device:
+        raise ValueError(
+            f"the device is {asked.name}, as jmoe.config or JMOE_DEVICE says, but a comparison measures on the device "
+            f"that computes, {device.name}; leave the setting out"
+        )
+    return device
 
 
 def _shown(path: Path | str) -> str:
@@ -413,6 +427,7 @@ def _choice(explanation: Explanation) -> tuple[str, str]:
             IMPLEMENTATIONS[selection.implementation].plan(op, explanation.device, explicit=False)
         except NotImplementedError as refusal:
             reasons[str(refusal)] = None
+        reasons |= dict.fromkeys(filter(None, selection.note.split("; ")))
     return ", ".join(implementations), "; ".join(reasons)
 
 

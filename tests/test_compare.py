@@ -231,15 +231,19 @@ def test_a_quantized_checkpoint_is_scored_as_it_is_stored(shared):
         compare(path, DEFAULT_RECIPES, text=HELDOUT)
 
 
-def test_what_a_device_has_no_units_for_is_emulated_by_name_and_the_row_says_so():
+def test_what_a_device_has_no_units_for_is_emulated_by_name_and_the_row_says_so(monkeypatch):
     # A T4: no FP4 units, and none that Triton serves, so that what it would run runs on this CPU too.
+    monkeypatch.setattr("jmoe.compare._computing_device", lambda: jmoe.DeviceSpec.named("t4"))
     with jmoe.config(device="t4"):
         bf16, nvfp4 = compare(TINY, ["nvfp4"], text=HELDOUT, window=64, windows=1, dtype="float32").rows
     assert bf16.reason.startswith("first in order that can (triton: ")
     assert (nvfp4.implementation, nvfp4.reason) == (
         "xla",
         "asked for by name; FP4 activations need FP4 matrix units (compute capability 10.0), and NVIDIA T4 has none; "
-        "they are emulated where implementation='xla' asks for that by name",
+        "they are emulated where implementation='xla' asks for that by name; "
+        "weights are dequantised to float32, whole; "
+        "FP4 activations are emulated: rounded to FP4, multiplied in float32; "
+        "weights are dequantised to float32, one expert at a time, once 64 rows",
     )
     assert 0 < abs(nvfp4.loss - bf16.loss) < 0.1
 
@@ -252,7 +256,8 @@ def test_a_row_tells_of_the_products_that_its_recipe_quantizes():
     projection = (quantized, jmoe.select(quantized, "cpu"))
     implementation, reason = _choice(Explanation(jmoe.DeviceSpec.named("cpu"), (lm_head, projection)))
     assert implementation == "xla" and reason.startswith("first in order that can (triton: ")
-    assert _choice(Explanation(jmoe.DeviceSpec.named("cpu"), (lm_head,))) == ("reference", "asked for by name")
+    implementation, reason = _choice(Explanation(jmoe.DeviceSpec.named("cpu"), (lm_head,)))
+    assert (implementation, reason.split("; ")[0]) == ("reference", "asked for by name")
 
 
 def rows_of(*facts):
@@ -395,3 +400,8 @@ def test_what_each_recipe_costs_on_the_whole_text(shared):
     assert bf16.loss == pytest.approx(reference["variants"]["bf16"]["nll_nats_per_byte"], abs=2e-4)
     assert {row.recipe for row in others} == set(BARS)
     assert {row.recipe: row.loss_change for row in others if row.loss_change > BARS[row.recipe]} == {}
+
+
+def test_another_device_than_the_one_that_computes_is_refused():
+    with jmoe.config(device="h200"), pytest.raises(ValueError, match=r"the device is NVIDIA H200.* measures on .* cpu"):
+        compare(TINY, text=HELDOUT)

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 from jax import Array
 
-from jmoe.arguments import check_type
+from jmoe.arguments import COMPUTE_DTYPES, check_type, float_dtype
 from jmoe.backends.activation import Activation, ActivationParams
 from jmoe.config import NOT_SPREAD, Shards
 from jmoe.qtensor import QTensor
@@ -87,6 +87,14 @@ class OpSpec:
         check_type("second_recipe", self.second_recipe, (Recipe, type(None)), "a Recipe or None")
         if self.accumulation not in (None, *get_args(Accumulation)):
             raise ValueError(f"accumulation={self.accumulation!r} must be 'exact', 'fast' or None")
+        for name in ("tokens", "hidden", "features", "experts", "global_experts", "intermediate", "top_k"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name}={value!r} must be an int of at least 0")
+        if self.op != "linear" and not self.experts:
+            raise ValueError(f"experts={self.experts} must be at least 1 for op={self.op!r}")
+        for name in ("dtype", "out_dtype"):
+            float_dtype(name, getattr(self, name), COMPUTE_DTYPES)
 
     @property
     def measures_across(self) -> bool:
@@ -160,7 +168,9 @@ class DeviceSpec:
           ValueError: an unknown name; TypeError: none.
         """
         check_type("name", name, str, "the name of a device, such as 'h100'")
-        key = name.lower().replace("-", "_")
+        key = {spec.name.lower(): key for key, spec in DEVICES.items()}.get(
+            name.lower(), name.lower().replace("-", "_")
+        )
         if key == "cpu":
             memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
             return cls(name="cpu", platform="cpu", sm_count=os.cpu_count() or 1, memory=memory)
@@ -282,6 +292,11 @@ class Selection:
     layout: Layout = CANONICAL
     launches: int | None = None
     note: str = ""
+
+    @property
+    def why(self) -> str:
+        """The reason, and what a user should know."""
+        return "; ".join(filter(None, (self.reason, self.note)))
 
     def tile(self, name: str) -> Any:
         return dict(self.tiles)[name]

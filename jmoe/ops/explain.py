@@ -1,5 +1,6 @@
 """``explain``: what a function would run, where and why, without running it."""
 
+import collections
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,8 +45,9 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [f"on {self.device.describe()}:"]
-        for op, selection in self.entries:
-            lines += describe(op, selection)
+        calls = collections.Counter(tuple(describe(op, selection)) for op, selection in self.entries)
+        for (head, *rest), count in calls.items():
+            lines += [head if count == 1 else f"{head}, {count} calls", *rest]
         if not self.entries:
             lines.append("no jmoe operation is called")
         return "\n".join(lines)

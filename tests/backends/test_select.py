@@ -427,3 +427,29 @@ def test_a_call_compiles_once_whether_its_implementation_was_found_or_asked_for(
     assert call._call._cache_size() == compiled
     jmoe.linear(x, w.with_input_scheme(None))
     assert call._call._cache_size() == compiled + 1
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"tokens": -4}, r"tokens=-4 must be an int of at least 0"),
+        ({"hidden": 2.5}, r"hidden=2.5 must be an int"),
+        ({"dtype": "int9"}, r"dtype='int9' must be bfloat16"),
+        ({"op": "moe"}, r"experts=0 must be at least 1 for op='moe'"),
+    ],
+)
+def test_an_operation_that_cannot_be_is_refused(changes, message):
+    facts = {"op": "linear", "recipe": jmoe.recipe("bf16"), "tokens": 4, "hidden": 256, "features": 128} | changes
+    with pytest.raises((ValueError, TypeError), match=message):
+        OpSpec(**facts)
+
+
+def test_a_device_is_known_by_the_name_that_it_shows():
+    assert DeviceSpec.named("NVIDIA H200") == DeviceSpec.named("h200")
+
+
+def test_why_is_the_reason_with_the_note():
+    op = jmoe.OpSpec(op="linear", recipe=jmoe.recipe("int4"), tokens=4, hidden=256, features=128)
+    selection = jmoe.select(op, "h200")
+    assert selection.why == f"{selection.reason}; {selection.note}"
+    assert "triton: " in selection.why and "dequantised" in selection.why
