@@ -69,6 +69,8 @@ class Form:
 
     def refusal(self, shape: tuple[int, int]) -> str | None:
         """Why a weight (N, K) cannot be written in this form; None where it can."""
+        if 0 in shape:
+            return f"has shape {shape}, which leaves nothing to quantize"
         rows, columns = self.scheme.block
         if self.method != "fp8" and rows == 1 and columns > 0 and shape[1] % columns:
             return (
@@ -326,5 +328,5 @@ def _as_words(rows: np.ndarray) -> np.ndarray:
 
 def _signed(data: np.ndarray, k: int) -> np.ndarray:
     """Symmetric int4 codes, two to a byte, as one int8 each."""
-    nibbles = np.stack([data & 0xF, data >> 4], axis=-1).reshape(data.shape[0], -1)[:, :k]
+    nibbles = np.stack([data & 0xF, data >> 4], axis=-1).reshape(data.shape[0], 2 * data.shape[1])[:, :k]
     return nibbles.astype(np.int8) - np.int8(INT4_OFFSET)

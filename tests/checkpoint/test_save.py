@@ -1,5 +1,6 @@
 """Writing quantized checkpoints: what files hold, that it is exactly what was quantized, and what is refused."""
 
+import io
 import json
 import re
 from pathlib import Path
@@ -472,6 +473,18 @@ def test_nothing_looks_complete_before_it_is(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_shown_on_a_terminal_only(tmp_path, monkeypatch, terminal):
+    stderr = io.StringIO()
+    stderr.isatty = lambda: terminal
+    monkeypatch.setattr("jmoe.checkpoint.progress._SECONDS_BEFORE_PROGRESS", -1)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr", stderr)
+    written(tmp_path, small(), "fp8_block")
+    assert ("in" in stderr.getvalue() and "kB" in stderr.getvalue()) is terminal
+    assert terminal or stderr.getvalue() == ""
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 def test_an_interrupted_run_leaves_nothing(tmp_path, error):
     def progress(done, total):
@@ -553,6 +566,14 @@ class TestRefused:
         assert message == (
             f"IN/model.safetensors: tensor 'layers.0.proj.weight' has K={k}, but {form} takes a multiple of {group}, "
             "the columns that share a scale; leave it alone with ignore, or take another recipe"
+        )
+
+    @pytest.mark.parametrize("shape", [(0, 128), (4, 0)])
+    def test_weights_without_elements(self, tmp_path, shape):
+        message = refusal(tmp_path, small() | {"layers.0.proj.weight": np.zeros(shape, BF16)}, "int4_int8")
+        assert message == (
+            f"IN/model.safetensors: tensor 'layers.0.proj.weight' has shape {shape}, which leaves nothing to quantize; "
+            "leave it alone with ignore, or take another recipe"
         )
 
     def test_experts_in_one_tensor(self, tmp_path):
