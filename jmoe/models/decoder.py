@@ -294,9 +294,12 @@ class Decoder(nnx.Module):
         """The ``steps`` most likely next tokens, int32 (B, steps), after tokens (B, S); compiled once a shape.
 
         Raises:
-          ValueError: steps below 0, tokens of another shape, or S = 0; TypeError: other types.
+          ValueError: steps below 0, tokens of another shape, S = 0, or an id outside the vocabulary (which can be seen
+            outside ``jax.jit`` only); TypeError: other types.
         """
         tokens = _checked_tokens(tokens, "(B, S)", least=1)
+        if not isinstance(tokens, jax.core.Tracer):
+            _check_vocabulary(np.asarray(tokens), self.config.vocab_size)
         steps = extent("steps", steps, least=0)
         return _generate(*nnx.split(self), tokens, steps)
 
@@ -351,6 +354,14 @@ class Decoder(nnx.Module):
         return places
 
 
+def _check_vocabulary(tokens: np.ndarray, vocabulary: int) -> None:
+    outside = np.argwhere((tokens < 0) | (tokens >= vocabulary))
+    if len(outside):
+        at = tuple(map(int, outside[0]))
+        place = ", ".join(map(str, at))
+        raise ValueError(f"tokens[{place}]={tokens[at]} is no id of the model's; they are 0 to {vocabulary - 1}")
+
+
 def evaluate(model: Decoder, tokens: np.ndarray, *, window: int = 256, batch: int = 16) -> float:
     """Mean -log p, in nats a token, over windows of ``window`` tokens that do not overlap, each read on its own.
 
@@ -371,10 +382,7 @@ def evaluate(model: Decoder, tokens: np.ndarray, *, window: int = 256, batch: in
         raise TypeError(f"tokens has dtype {tokens.dtype}, but token ids are integers")
     if tokens.ndim != 1:
         raise ValueError(f"tokens has shape {tokens.shape}, but it is (n,)")
-    outside = (tokens < 0) | (tokens >= vocabulary)
-    if outside.any():
-        at = int(np.argmax(outside))
-        raise ValueError(f"tokens[{at}]={tokens[at]} is no id of the model's; they are 0 to {vocabulary - 1}")
+    _check_vocabulary(tokens, vocabulary)
     window, batch = extent("window", window, least=2), extent("batch", batch)
     windows = len(tokens) // window
     if not windows:

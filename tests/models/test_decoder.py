@@ -108,6 +108,8 @@ def test_no_rows_and_no_tokens_have_empty_results():
         (lambda m: m(jnp.zeros((1, 5))), TypeError, "tokens has dtype float32, but token ids are integers"),
         (lambda m: m("text"), TypeError, "tokens is a str, but it is an array"),
         (lambda m: m.generate(jnp.zeros((1, 2), int), -1), ValueError, "steps=-1 must be at least 0"),
+        (lambda m: m.generate(jnp.full((1, 2), 99999), 1), ValueError, r"tokens\[0, 0\]=99999 is no id of the model's"),
+        (lambda m: m.generate(jnp.array([[0, -1]]), 1), ValueError, r"tokens\[0, 1\]=-1 is no id of the model's"),
         (lambda m: m.generate(jnp.zeros((1, 2), int), 1.0), TypeError, "steps=1.0 must be an integer"),
         (lambda m: m.generate(jnp.zeros((2,), int), 1), ValueError, r"tokens has shape \(2,\)"),
         (lambda m: m.generate(jnp.zeros((1, 0), int), 1), ValueError, "here it takes S of at least 1"),
