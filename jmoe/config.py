@@ -62,8 +62,6 @@ class Settings:
                 raise ValueError(f"config {name}={value!r} must be True or False")
         if not isinstance(self.shards, Shards):
             raise ValueError(f"config shards={self.shards!r} must be a Shards")
-        if self.recorder is not None and not hasattr(self.recorder, "add"):
-            raise ValueError(f"config recorder={self.recorder!r} must be what jmoe.explain records with, or None")
         if self.implementation is not None and not isinstance(self.implementation, str):
             raise ValueError(f"config implementation={self.implementation!r} must be a name or None")
 

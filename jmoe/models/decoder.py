@@ -1,4 +1,4 @@
-"""``Decoder``: a Qwen3-MoE decoder on jmoe's modules, so that a whole checkpoint can be judged."""
+"""``Decoder``: a decoder with experts on jmoe's modules, so that a whole checkpoint can be judged."""
 
 import functools
 from dataclasses import dataclass
@@ -12,11 +12,37 @@ from jax import Array, lax
 
 from jmoe.arguments import COMPUTE_DTYPES, as_array, check_type, float_dtype
 from jmoe.models.config import DecoderConfig
+from jmoe.models.rope import rotate
 from jmoe.nn import FusedMoE, KVCache, Linear
 from jmoe.nn.options import extent
 from jmoe.nn.rules import Rules as Rules
 from jmoe.nn.rules import check_rules, decide, decide_all
 from jmoe.scheme import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class MoENames:
+    """How files of a family name a layer of experts.
+
+    Attributes:
+      layer: the module that holds it, "mlp" in this decoder.
+      router: the router in it.
+      gate, up, down: an expert's projections.
+    """
+
+    layer: str
+    router: str
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+MOE_NAMES = {
+    "qwen3_moe": MoENames("mlp", "gate"),
+    "mixtral": MoENames("block_sparse_moe", "gate", "w1", "w3", "w2"),
+    "gpt_oss": MoENames("mlp", "router"),
+}
+"""By ``DecoderConfig.model_type``; gpt-oss's experts as a checkpoint shows them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +94,30 @@ class Embedding(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Causal attention with grouped key and value heads, normalised queries and keys, and rotary embeddings."""
+    """Causal attention with grouped key and value heads and rotary embeddings.
 
-    def __init__(self, config: DecoderConfig, *, linear: Any, param_dtype: jax.typing.DTypeLike) -> None:
+    Queries and keys may be normalised, one may attend to a window of the last tokens only, and each query head may have
+    a sink: a logit that takes part in its softmax, and whose weight goes to no value.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, *, window: int | None, linear: Any, param_dtype: jax.typing.DTypeLike
+    ) -> None:
         self.head_dim = config.head_dim
         self.theta = config.rope_theta
+        self.scaling = config.rope_scaling
+        self.window = window
         q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
         self.q_proj = linear("q_proj", config.hidden_size, q)
         self.k_proj = linear("k_proj", config.hidden_size, kv)
         self.v_proj = linear("v_proj", config.hidden_size, kv)
         self.o_proj = linear("o_proj", q, config.hidden_size)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, param_dtype=param_dtype)
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, param_dtype=param_dtype)
+        self.q_norm = self.k_norm = self.sinks = nnx.data(None)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, param_dtype=param_dtype)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, param_dtype=param_dtype)
+        if config.attention_sinks:
+            self.sinks = nnx.Param(jnp.zeros((config.num_attention_heads,), param_dtype))
 
     def __call__(self, x: Array, cache: KVCache | None = None) -> tuple[Array, KVCache | None]:
         """Attends from x (B, S, H) to itself, or to all that ``cache`` then holds."""
@@ -93,16 +131,27 @@ class Attention(nnx.Module):
             mask = positions <= positions[:, None]
         else:
             positions = positions + cache.position
-        q = rotate(self.q_norm(q), positions, self.theta)
-        k = rotate(self.k_norm(k), positions, self.theta)
+        q = rotate(q if self.q_norm is None else self.q_norm(q), positions, self.theta, self.scaling)
+        k = rotate(k if self.k_norm is None else self.k_norm(k), positions, self.theta, self.scaling)
         if cache is not None:
             cache = cache.update(k, v)
             k, v, mask = cache.keys, cache.values, cache.mask(length)
+        if self.window is not None:
+            mask &= jnp.arange(k.shape[1], dtype=jnp.int32) > positions[:, None] - jnp.int32(self.window)
         q = q.reshape(batch, length, k.shape[2], q.shape[2] // k.shape[2], self.head_dim)
         scores = _dot("bqhgd,bkhd->bhgqk", q, k.astype(q.dtype)) * jnp.float32(self.head_dim**-0.5)
-        weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1).astype(x.dtype)
+        weights = self._softmax(jnp.where(mask, scores, -jnp.inf)).astype(x.dtype)
         y = _dot("bhgqk,bkhd->bqhgd", weights, v.astype(x.dtype)).astype(x.dtype)
         return self.o_proj(y.reshape(batch, length, self.o_proj.in_features)), cache
+
+    def _softmax(self, scores: Array) -> Array:
+        """Over the last axis of float32 scores (B, heads, groups, queries, keys), and the sinks."""
+        if self.sinks is None:
+            return jax.nn.softmax(scores, axis=-1)
+        _, heads, groups, _, _ = scores.shape
+        sinks = self.sinks.get_value().astype(jnp.float32).reshape(heads, groups, 1, 1)
+        with_sinks = jnp.concatenate([scores, jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))], axis=-1)
+        return jax.nn.softmax(with_sinks, axis=-1)[..., :-1]
 
 
 class MLP(nnx.Module):
@@ -140,7 +189,7 @@ class DecoderLayer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A Qwen3-MoE decoder: tokens to the logits of what follows.
+    """A decoder with experts, Qwen3-MoE, Mixtral or gpt-oss: tokens to the logits of what follows.
 
     Example usage::
 
@@ -216,7 +265,12 @@ class Decoder(nnx.Module):
             def child(parent: str, use_bias: bool) -> Any:
                 return lambda name, k, n: linear(f"{path}.{parent}.{name}", k, n, recipe, use_bias=use_bias)
 
-            attention = Attention(config, linear=child("self_attn", config.attention_bias), param_dtype=param_dtype)
+            attention = Attention(
+                config,
+                window=config.sliding_window if i in config.sliding_layers else None,
+                linear=child("self_attn", config.attention_bias),
+                param_dtype=param_dtype,
+            )
             if i in config.dense_layers:
                 mlp: nnx.Module = MLP(config, linear=child("mlp", False))
             else:
@@ -226,6 +280,9 @@ class Decoder(nnx.Module):
                     config.num_experts,
                     config.routing,
                     recipe=choose(f"{path}.mlp", recipe),
+                    activation=config.activation,
+                    use_bias=config.moe_bias,
+                    router_bias=config.moe_bias,
                     param_dtype=param_dtype,
                     router_dtype=param_dtype,
                     implementation=implementation,
@@ -336,22 +393,38 @@ class Decoder(nnx.Module):
         A quantized checkpoint names its tensors after the same ones ("...q_proj.weight_scale"), so that what comes
         before the last dot finds their place too.
         """
+        names = MOE_NAMES[self.config.model_type]
         places = {}
         for keys, module in nnx.iter_modules(self):
             path = ".".join(map(str, keys))
             prefix = "" if path.startswith("lm_head") else "model."
             if isinstance(module, FusedMoE):
-                places[f"{prefix}{path}.gate.weight"] = Place(path, "router_weight")
-                for e in range(module.num_experts):
-                    expert = f"{prefix}{path}.experts.{e}"
-                    places[f"{expert}.gate_proj.weight"] = Place(path, "w13", (e, 0))
-                    places[f"{expert}.up_proj.weight"] = Place(path, "w13", (e, 1))
-                    places[f"{expert}.down_proj.weight"] = Place(path, "w2", (e,))
+                layer = f"{prefix}{path.removesuffix('mlp')}{names.layer}"
+                places.update(_moe_places(module, path, layer, names))
             elif isinstance(module, Linear | RMSNorm | Embedding):
                 places[f"{prefix}{path}.weight"] = Place(path, "weight")
                 if getattr(module, "bias", None) is not None:
                     places[f"{prefix}{path}.bias"] = Place(path, "bias")
+            elif isinstance(module, Attention) and module.sinks is not None:
+                places[f"{prefix}{path}.sinks"] = Place(path, "sinks")
         return places
+
+
+def _moe_places(module: FusedMoE, path: str, layer: str, names: MoENames) -> dict[str, Place]:
+    """The places of a layer of experts, which the model has at ``path`` and a file below ``layer``."""
+    places = {f"{layer}.{names.router}.weight": Place(path, "router_weight")}
+    if module.router_bias is not None:
+        places[f"{layer}.{names.router}.bias"] = Place(path, "router_bias")
+    for e in range(module.num_experts):
+        for projection, weight, bias, index in (
+            (names.gate, "w13", "b13", (e, 0)),
+            (names.up, "w13", "b13", (e, 1)),
+            (names.down, "w2", "b2", (e,)),
+        ):
+            places[f"{layer}.experts.{e}.{projection}.weight"] = Place(path, weight, index)
+            if getattr(module, bias) is not None:
+                places[f"{layer}.experts.{e}.{projection}.bias"] = Place(path, bias, index)
+    return places
 
 
 def _check_vocabulary(tokens: np.ndarray, vocabulary: int) -> None:
@@ -432,16 +505,6 @@ def _checked_tokens(tokens: Array, axes: str, *, least: int = 0) -> Array:
 
 def _most_likely(logits: Array) -> Array:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-
-def rotate(x: Array, positions: Array, theta: float) -> Array:
-    """Rotary embedding, the halves of a head forming the pairs: x (B, S, heads, head_dim), positions (S,)."""
-    half = x.shape[-1] // 2
-    frequencies = jnp.asarray(theta ** -(np.arange(half) / half), jnp.float32)
-    angles = positions.astype(jnp.float32)[:, None] * frequencies
-    cos, sin = (f(angles)[:, None, :] for f in (jnp.cos, jnp.sin))
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
 def _dot(subscripts: str, a: Array, b: Array) -> Array:
