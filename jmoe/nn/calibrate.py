@@ -250,8 +250,4 @@ def _intermediates(moe: Any, x: Array, routed: Routed) -> tuple[Array, Array]:
 
 def _stack_shape(module: Linear | FusedMoE | FlaxLayer) -> tuple[int, ...]:
     """The leading axes that stacking has given to a layer's variables, () where it is not stacked."""
-    if isinstance(module, FusedMoE):
-        return tuple(module.qw13.shape[:-4])
-    if isinstance(module, Linear):
-        return tuple(module.qweight.shape[: -2 - len(getattr(module, "batch_shape", ()))])
-    return flax_layers.stack_shape(module)
+    return module.stack_shape if isinstance(module, Linear | FusedMoE) else flax_layers.stack_shape(module)

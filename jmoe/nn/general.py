@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jmoe.nn import mesh
+from jmoe.nn import mesh, param
 from jmoe.nn.linear import Linear
 
 
@@ -40,6 +40,10 @@ class Contraction(Linear):
         self.out_shape = tuple(out_shape)
         self.batch_shape = tuple(batch_shape)
         self.sharding = tuple(sharding)
+
+    @property
+    def stack_shape(self) -> tuple[int, ...]:
+        return param.stack_shape(self, "weight", 2 + len(self.batch_shape))
 
     def _spec(self, x: Array) -> PartitionSpec:
         return PartitionSpec()

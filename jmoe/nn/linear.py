@@ -168,11 +168,16 @@ class Linear(nnx.Module):
             raise ValueError(f"weight has shape {tuple(weight.shape)}, but it is (out, in)")
         out_features, in_features = weight.shape[-2:]
         layer = nnx.eval_shape(lambda: cls(in_features, out_features, **others))
-        layer.set_weight(weight, input_scale=input_scale)
+        layer._put_weight(weight, input_scale)
         if bias is None and layer.bias is not None:
             bias = jnp.zeros((*weight.shape[:-2], out_features), layer.bias.get_raw_value().dtype)
         layer.set_bias(bias)
         return layer
+
+    @property
+    def stack_shape(self) -> tuple[int, ...]:
+        """The leading axes that stacking has given to each variable, () of a single layer."""
+        return param.stack_shape(self, "weight", 2)
 
     @property
     def qweight(self) -> Array | QTensor:
@@ -188,28 +193,34 @@ class Linear(nnx.Module):
         """Replaces the weight, which may be quantized otherwise than the one before.
 
         Args:
-          weight: QTensor or float array (..., N, K); leading axes are those of a stacked module.
+          weight: QTensor or float array (..., N, K); leading axes are those that the module is stacked with.
           input_scale: float32 of the leading axes' shape, where the weight's input scheme is static; None keeps one
             that is there.
 
         Raises:
-          ValueError: N or K differ, or an input scale is missing, not wanted, or no scale. The layer is as it was then.
+          ValueError: the shape differs, or an input scale is missing, not wanted, or no scale. The layer is as it was
+            then.
         """
         weight = param.checked_weight("weight", weight)
-        expected = (self.out_features, self.in_features)
-        if tuple(weight.shape[-2:]) != expected:
-            raise ValueError(f"weight has shape {tuple(weight.shape)}, but this layer's is (out, in) = {expected}")
+        lead, own = param.stack_shape(self, "weight", 2), (self.out_features, self.in_features)
+        if tuple(weight.shape) != (*lead, *own):
+            meaning = "(..., out, in)" if lead else "(out, in)"
+            raise ValueError(f"weight has shape {tuple(weight.shape)}, but this layer's is {meaning} = {(*lead, *own)}")
+        self._put_weight(weight, input_scale)
+
+    def _put_weight(self, weight: Array | QTensor, input_scale: Array | float | None) -> None:
         shapes = [tuple(weight.shape[:-2])]
         param.set_weight(self, "weight", weight, self.sharding, input_scale=input_scale, scale_shapes=shapes)
 
     def set_bias(self, bias: Array | None) -> None:
-        """Replaces the bias (..., N), or removes it."""
+        """Replaces the bias (..., N), or removes it; leading axes are those that the module is stacked with."""
         if bias is None:
             self.bias = nnx.data(None)
             return
         bias = param.checked_bias("bias", bias)
-        if bias.ndim < 1 or bias.shape[-1] != self.out_features:
-            raise ValueError(f"bias has shape {tuple(bias.shape)}, but this layer has {self.out_features} features")
+        expected = (*param.stack_shape(self, "weight", 2), self.out_features)
+        if tuple(bias.shape) != expected:
+            raise ValueError(f"bias has shape {tuple(bias.shape)}, but this layer's is {expected}")
         axes = self.sharding[:-1]
         self.bias = param.variable(nnx.Param, bias, (*(None,) * (bias.ndim - len(axes)), *axes))
 

@@ -328,6 +328,11 @@ class FusedMoE(nnx.Module):
         return layer
 
     @property
+    def stack_shape(self) -> tuple[int, ...]:
+        """The leading axes that stacking has given to each variable, () of a single layer."""
+        return param.stack_shape(self, "w13", 4)
+
+    @property
     def qw13(self) -> Array | QTensor:
         """The first product's weight as operations take it: a QTensor, or an array where it is not quantized."""
         return param.get_weight(self, "w13")
@@ -346,7 +351,7 @@ class FusedMoE(nnx.Module):
         """Replaces w13 (..., E, halves, I, H), which may be quantized otherwise than the one before.
 
         Args:
-          w13: QTensor or float array; leading axes are those of a stacked module.
+          w13: QTensor or float array; leading axes are those that the module is stacked with.
           input_scale: float32 () or (E,), after the leading axes, where w13's input scheme is static; None keeps one
             that is there.
 
@@ -363,9 +368,9 @@ class FusedMoE(nnx.Module):
 
     def _set(self, name: str, w: Array | QTensor, shape: tuple[int, ...], scale: Array | float | None) -> None:
         w = param.checked_weight(name, w)
-        if tuple(w.shape[-len(shape) :]) != shape:
-            raise ValueError(f"{name} has shape {tuple(w.shape)}, but this layer's is {shape}")
-        stack = tuple(w.shape[: -len(shape)])
+        stack = param.stack_shape(self, name, len(shape))
+        if tuple(w.shape) != (*stack, *shape):
+            raise ValueError(f"{name} has shape {tuple(w.shape)}, but this layer's is {(*stack, *shape)}")
         shapes = [stack, (*stack, self.num_local_experts)]
         param.set_weight(self, name, w, self._axes(name), input_scale=scale, scale_shapes=shapes)
 
@@ -381,8 +386,8 @@ class FusedMoE(nnx.Module):
                 variables[name] = None
                 continue
             value = param.checked_bias(name, value)
-            expected = (self.num_local_experts, *shape)
-            if tuple(value.shape[-len(expected) :]) != expected:
+            expected = (*self.stack_shape, self.num_local_experts, *shape)
+            if tuple(value.shape) != expected:
                 raise ValueError(f"{name} has shape {tuple(value.shape)}, but this layer's is {expected}")
             stacked = (None,) * (value.ndim - len(axes))
             variables[name] = param.variable(nnx.Param, value, (*stacked, *axes))

@@ -93,6 +93,22 @@ def checked_bias(name: str, bias: Any) -> Any:
     return array
 
 
+def stack_shape(module: Any, name: str, rank: int) -> tuple[int, ...]:
+    """The axes that lead the last ``rank`` ones of the weight ``name``; not that which a scan has the module index."""
+    shape = tuple(getattr(module, name).get_raw_value().shape)
+    lead = shape[: len(shape) - rank]
+    return lead if module.layer is None else lead[1:]
+
+
+def check_single(module: Any) -> None:
+    """Raises ValueError where ``module`` is a stack of layers, which is not called itself."""
+    if lead := module.stack_shape:
+        raise ValueError(
+            f"this {type(module).__name__} is a stack of layers, with the leading axes {lead}; jmoe.nn.scan_layers "
+            "applies it"
+        )
+
+
 def set_weight(
     module: nnx.Module,
     name: str,

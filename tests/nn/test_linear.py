@@ -137,7 +137,7 @@ def test_set_weight_changes_the_format_in_place_and_refuses_other_shapes():
         layer.set_weight(dense(64, 24))
     with pytest.raises(ValueError, match=r"weight has shape \(64,\), but it is \(out, in\)"):
         Linear.from_dense(jnp.ones((64,)))
-    with pytest.raises(ValueError, match=r"bias has shape \(64,\), but this layer has 24 features"):
+    with pytest.raises(ValueError, match=r"bias has shape \(64,\), but this layer's is \(24,\)"):
         layer.set_bias(jnp.zeros((64,)))
 
 

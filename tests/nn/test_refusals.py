@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import jmoe
-from jmoe.nn import FusedMoE, KVCache, Linear
+from jmoe.nn import FusedMoE, KVCache, Linear, QuantizedParam, scan_layers, stack_layers
 
 E, H, I = 4, 8, 16
 ROUTING = jmoe.Routing(top_k=2, renormalize=True)
@@ -50,10 +50,46 @@ def test_a_linear_is_as_it_was_after_a_weight_is_refused(weight, scale, message)
 
 def test_a_kept_input_scale_must_fit_the_new_weight():
     layer = Linear(H, I, recipe="fp8_tensor_static")
-    stacked = jmoe.quantize(jnp.ones((3, I, H)), "fp8_tensor_static")
+    layer.weight_input_scale = QuantizedParam(jnp.ones((3,)))
+    weight = jmoe.quantize(jnp.ones((I, H)), "fp8_tensor_static")
+    assert_refused(layer, lambda: layer.set_weight(weight), r"weight_input_scale has shape \(3,\), but it is \(\) here")
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "int8"])
+def test_setters_keep_the_number_of_stacked_layers(recipe):
+    layers = [Linear(H, H, use_bias=True, param_dtype="float32", rngs=nnx.Rngs(i)) for i in range(2)]
+    single, stacked = Linear(H, H), stack_layers(layers)
+
+    def weight(*shape):
+        return jmoe.quantize(jnp.ones(shape), recipe) if recipe != "bf16" else jnp.ones(shape)
+
+    three, one, two = weight(3, H, H), weight(H, H), weight(2, H, H)
+    assert_refused(stacked, lambda: stacked.set_weight(three), r"weight has shape \(3, 8, 8\), .* = \(2, 8, 8\)")
+    assert_refused(stacked, lambda: stacked.set_weight(one), r"weight has shape \(8, 8\), .* = \(2, 8, 8\)")
+    assert_refused(single, lambda: single.set_weight(two), r"weight has shape \(2, 8, 8\), .* = \(8, 8\)")
+    assert_refused(stacked, lambda: stacked.set_bias(jnp.ones((3, H))), r"bias has shape \(3, 8\), .* is \(2, 8\)")
+    assert_refused(single, lambda: single.set_bias(jnp.ones((2, H))), r"bias has shape \(2, 8\), .* is \(8,\)")
+    stacked.set_weight(two)
+    stacked.set_bias(jnp.zeros((2, H)))
+    # Each layer of ones multiplies equal entries by 8.
+    assert scan_layers(lambda layer, x: layer(x), stacked, jnp.ones((H,))).tolist() == [64] * H
+
+
+def test_setters_keep_the_number_of_stacked_layers_of_experts():
+    stacked = stack_layers([moe(use_bias=True)] * 2)
+    w13, w2 = jnp.ones((3, E, 2, I, H)), jnp.ones((3, E, H, I))
+    assert_refused(stacked, lambda: stacked.set_w13(w13), r"w13 has shape \(3, .* is \(2, 4, 2, 16, 8\)")
+    assert_refused(stacked, lambda: stacked.set_w2(w2), r"w2 has shape \(3, .* is \(2, 4, 8, 16\)")
     assert_refused(
-        layer, lambda: layer.set_weight(stacked), r"weight_input_scale has shape \(\), but it is \(3,\) here"
+        stacked,
+        lambda: stacked.set_biases(jnp.ones((2, E, 2, I)), jnp.ones((3, E, H))),
+        r"b2 has shape \(3, 4, 8\), .* is \(2, 4, 8\)",
     )
+    single = moe()
+    assert_refused(single, lambda: single.set_w13(w13), r"w13 has shape \(3, .* is \(4, 2, 16, 8\)")
+    stacked.set_w13(w13[:2])
+    stacked.set_w2(w2[:2])
+    assert stacked.stack_shape == (2,) and single.stack_shape == ()
 
 
 @pytest.mark.parametrize("name", ["w13", "w2"])

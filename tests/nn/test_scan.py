@@ -146,7 +146,7 @@ def test_layers_that_differ_are_not_stacked():
 
 def test_a_module_that_is_not_stacked_is_refused():
     layer = stack_layers([Linear(2, 2, use_bias=True)] * 3)
-    layer.set_bias(jnp.ones((4, 2)))
+    layer.bias = nnx.Param(jnp.ones((4, 2)))
     with pytest.raises(ValueError, match=r"leading axes are not one extent \(bias: 4, weight: 3\)"):
         scan_layers(lambda layer, x: layer(x), layer, jnp.ones((2,)))
 
