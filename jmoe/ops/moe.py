@@ -1,7 +1,7 @@
 """``fused_moe`` and ``batched_experts``: the experts of a Mixture-of-Experts layer."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -80,35 +80,21 @@ def fused_moe(
       NotImplementedError: the implementation asked for cannot serve, with the reason.
       ExceptionGroup: none can.
     """
-    experts = _Experts(w13, w2, recipe, activation, activation_params, b13, b2, layer)
+    experts = Experts(w13, w2, recipe, activation, activation_params, b13, b2, layer)
     x = experts.as_input(x, "(..., H)", "(T, H)")
     lead = x.shape[:-1]
     tokens = math.prod(lead)
-    topk_ids = v.as_int32("topk_ids", topk_ids)
-    if topk_ids.ndim != len(lead) + 1 or topk_ids.shape[:-1] != lead:
-        raise ValueError(f"topk_ids has shape {topk_ids.shape}, but x has tokens of shape {lead}: it is {(*lead, 'k')}")
-    k = topk_ids.shape[-1]
-    topk_weights = as_array("topk_weights", topk_weights)
-    if not jnp.issubdtype(topk_weights.dtype, jnp.floating):
-        raise TypeError(f"topk_weights has dtype {topk_weights.dtype}, but router weights are floating point")
-    v.check_shape("topk_weights", topk_weights, (*lead, k), "topk_ids' shape")
+    routed = as_routed(lead, topk_weights, topk_ids, expert_map, experts.count)
+    k = routed.ids.shape[-1]
     if weight_on_input and k != 1:
         raise ValueError(f"weight_on_input=True multiplies x by one weight, but topk_ids has k = {k}")
     if weight_on_input and isinstance(x, QTensor):
         raise ValueError("weight_on_input=True multiplies x before it is quantised, but x is a QTensor")
-    global_experts = experts.count
-    if expert_map is not None:
-        expert_map = v.as_int32("expert_map", expert_map)
-        if expert_map.ndim != 1 or not expert_map.size:
-            raise ValueError(f"expert_map has shape {expert_map.shape}, but it is (E_global,), a local slot or -1 each")
-        global_experts = expert_map.shape[0]
-        v.check_range("expert_map", expert_map, -1, experts.count - 1)
-    v.check_range("topk_ids", topk_ids, -1, global_experts - 1)
     args = MoEArgs(
         x=x if isinstance(x, QTensor) else x.reshape(tokens, experts.hidden),
-        topk_weights=topk_weights.astype(jnp.float32).reshape(tokens, k),
-        topk_ids=topk_ids.reshape(tokens, k),
-        expert_map=expert_map,
+        topk_weights=routed.weights.astype(jnp.float32).reshape(tokens, k),
+        topk_ids=routed.ids.reshape(tokens, k),
+        expert_map=routed.expert_map,
         **experts.arrays(x, input_scale, intermediate_scale),
     )
     op = experts.spec(
@@ -117,10 +103,10 @@ def fused_moe(
         accumulation,
         op="moe",
         tokens=tokens,
-        global_experts=global_experts,
+        global_experts=routed.experts,
         top_k=k,
         weight_on_input=weight_on_input,
-        expert_map=expert_map is not None,
+        expert_map=routed.expert_map is not None,
     )
     return call(op, args, implementation).reshape(*lead, experts.hidden)
 
@@ -157,7 +143,7 @@ def batched_experts(
     Returns:
       (E, T_max, H). On a mesh with explicit axes, sharded as x is.
     """
-    experts = _Experts(w13, w2, recipe, activation, activation_params, b13, b2, layer)
+    experts = Experts(w13, w2, recipe, activation, activation_params, b13, b2, layer)
     x = experts.as_input(x, "(E, T_max, H)", "(E, T_max, H)")
     if x.shape[0] != experts.count:
         raise ValueError(f"x has shape {tuple(x.shape)}, but it is (E, T_max, H) with E = {experts.count}")
@@ -177,7 +163,40 @@ def batched_experts(
     return call(op, args, implementation)
 
 
-class _Experts:
+class RoutedTokens(NamedTuple):
+    """What a router decided, checked: weights and ids (*lead, k), and a map of as many ``experts`` as ids count."""
+
+    weights: Array
+    ids: Array
+    expert_map: Array | None
+    experts: int
+
+
+def as_routed(lead: tuple[int, ...], topk_weights: Any, topk_ids: Any, expert_map: Any, slots: int) -> RoutedTokens:
+    """A router's decisions for tokens of shape ``lead`` among ``slots`` local experts.
+
+    Raises:
+      ValueError: shapes that do not fit; TypeError: dtypes.
+    """
+    topk_ids = v.as_int32("topk_ids", topk_ids)
+    if topk_ids.ndim != len(lead) + 1 or topk_ids.shape[:-1] != lead:
+        raise ValueError(f"topk_ids has shape {topk_ids.shape}, but x has tokens of shape {lead}: it is {(*lead, 'k')}")
+    topk_weights = as_array("topk_weights", topk_weights)
+    if not jnp.issubdtype(topk_weights.dtype, jnp.floating):
+        raise TypeError(f"topk_weights has dtype {topk_weights.dtype}, but router weights are floating point")
+    v.check_shape("topk_weights", topk_weights, topk_ids.shape, "topk_ids' shape")
+    experts = slots
+    if expert_map is not None:
+        expert_map = v.as_int32("expert_map", expert_map)
+        if expert_map.ndim != 1 or not expert_map.size:
+            raise ValueError(f"expert_map has shape {expert_map.shape}, but it is (E_global,), a local slot or -1 each")
+        experts = expert_map.shape[0]
+        v.check_range("expert_map", expert_map, -1, slots - 1)
+    v.check_range("topk_ids", topk_ids, -1, experts - 1)
+    return RoutedTokens(topk_weights, topk_ids, expert_map, experts)
+
+
+class Experts:
     """The weights of a layer's experts, checked, and what follows from them."""
 
     def __init__(

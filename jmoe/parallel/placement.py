@@ -3,6 +3,7 @@
 Every device has the same number of slots, ceil(E / devices); where these are more than the experts, some are spare.
 """
 
+import numbers
 from typing import Literal
 
 import numpy as np
@@ -22,8 +23,11 @@ def experts_on(experts: int, devices: int, *, strategy: Strategy = "linear") -> 
       strategy: "linear" fills one device after the other with successive experts; "round_robin" deals them out.
 
     Raises:
-      ValueError: no experts or devices, or an unknown strategy.
+      ValueError: no experts or devices, or an unknown strategy; TypeError: numbers that are no integers.
     """
+    for name, value in (("experts", experts), ("devices", devices)):
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise TypeError(f"{name}={value!r} must be an integer")
     if experts < 1 or devices < 1:
         raise ValueError(f"experts={experts} and devices={devices} must both be at least 1")
     slots = -(-experts // devices)

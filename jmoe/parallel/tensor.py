@@ -6,7 +6,6 @@ result is that of one device up to the order of sums.
 """
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,21 +14,20 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jmoe import ops
-from jmoe.arguments import COMPUTE_DTYPES, as_array, float_dtype
+from jmoe.arguments import COMPUTE_DTYPES, float_dtype
 from jmoe.backends import activation as act
 from jmoe.backends import common
 from jmoe.backends.activation import Activation, as_activation
 from jmoe.backends.spec import Accumulation, LinearArgs, MoEArgs
 from jmoe.config import Shards, config
 from jmoe.ops import validate as v
+from jmoe.ops.moe import Experts, as_routed
+from jmoe.parallel import axes as on_mesh
+from jmoe.parallel.axes import Axes, AxisName
 from jmoe.qtensor import QTensor
-from jmoe.quantize import check_static_scale
-
-AxisName = str | tuple[str, ...] | None
-Axes = tuple[str, ...]
 
 
 def linear(
@@ -63,29 +61,40 @@ def linear(
 
     Raises:
       ValueError: no mesh in force, an axis that it does not have or that is named twice, an extent that its devices do
-        not divide, or blocks of scales that would lie on several of them; and as ``jmoe.linear`` does.
+        not divide, or blocks of scales or groups of an activation that would lie on several of them (one scale a row or
+        a tensor may); TypeError: axes that are no names; and both as ``jmoe.linear`` does.
     """
     x, w = v.as_floats("x", x), v.as_weight("w", w, "(N, K)", layer)
-    tokens = _token_axes(x, token_axes)
+    n, k = w.shape[-2:]
+    if x.ndim < 1 or x.shape[-1] != k:
+        raise ValueError(f"x has shape {tuple(x.shape)}, but w has K = {k} (w is (N, K) = {(n, k)})")
+    if activation is not None:
+        as_activation(activation).check_halves(1)
+    index, layers = v.as_layer(layer, w)
+    scheme = w.input_scheme if isinstance(w, QTensor) else None
+    args = LinearArgs(
+        x=x,
+        w=w,
+        bias=v.as_bias("bias", bias, (n,), "(N,)", layers),
+        input_scale=v.as_static_scale("input_scale", input_scale, scheme, quantized=False),
+        layer=index,
+    )
     how = _Linear(
-        manual=_manual_axes(),
-        tokens=tokens,
-        out=_names(out_axes),
-        into=_names(in_axes),
+        manual=on_mesh.manual_axes(),
+        tokens=on_mesh.as_token_axes(x, token_axes),
+        out=on_mesh.as_axes("out_axes", out_axes),
+        into=on_mesh.as_axes("in_axes", in_axes),
         activation=activation,
         accumulation=accumulation,
         out_dtype=_out_dtype(x, preferred_element_type),
         implementation=implementation,
     )
-    _check_axes(how.manual, *(_names(axes) for axes in tokens), how.out, how.into)
-    _check_split("w", w, {-2: ("N", how.out), -1: ("K", how.into)})
-    args = LinearArgs(
-        x=x,
-        w=w,
-        bias=None if bias is None else v.as_floats("bias", bias),
-        input_scale=_checked_scale("input_scale", input_scale),
-        layer=v.as_layer(layer, w)[0],
-    )
+    rows = on_mesh.flat(how.tokens)
+    on_mesh.check_axes(how.manual, {"token_axes": rows, "out_axes": how.out, "in_axes": how.into})
+    on_mesh.check_tokens(x, how.tokens)
+    on_mesh.check_groups("w", w, "K", how.into, instead="N")
+    on_mesh.check_rows("w", w, rows, _local_lead(x, how.tokens))
+    on_mesh.check_split("w", w, {-2: ("N", how.out), -1: ("K", how.into)})
     return _run(how, args)
 
 
@@ -133,65 +142,41 @@ def fused_moe(
 
     Raises:
       ValueError: no mesh in force, an axis that it does not have or that is named twice, an extent that its devices do
-        not divide, or blocks of scales that would lie on several of them; and as ``jmoe.fused_moe`` does.
+        not divide, or blocks of scales or groups of an activation that would lie on several of them (one scale a row or
+        a tensor may); TypeError: axes that are no names; and both as ``jmoe.fused_moe`` does.
     """
+    experts = Experts(w13, w2, None, activation, None, b13, b2, layer)
     x = v.as_floats("x", x)
-    w13, w2 = v.as_weight("w13", w13, "(E, halves, I, H)", layer), v.as_weight("w2", w2, "(E, H, I)", layer)
-    topk_ids, slots = v.as_int32("topk_ids", topk_ids), w13.shape[-4]
-    known = slots
-    if expert_map is not None:
-        expert_map = v.as_int32("expert_map", expert_map)
-        v.check_range("expert_map", expert_map, -1, slots - 1)
-        known = expert_map.shape[0]
-    v.check_range("topk_ids", topk_ids, -1, known - 1)
-    tokens = _token_axes(x, token_axes)
+    experts.as_input(x, "(..., H)", "(T, H)")  # or what it raises
+    w13, w2 = experts.w13, experts.w2
+    routed = as_routed(x.shape[:-1], topk_weights, topk_ids, expert_map, experts.count)
     how = _MoE(
-        manual=_manual_axes(),
-        tokens=tokens,
-        experts=_names(expert_axes),
-        intermediate=_names(intermediate_axes),
+        manual=on_mesh.manual_axes(),
+        tokens=on_mesh.as_token_axes(x, token_axes),
+        experts=on_mesh.as_axes("expert_axes", expert_axes),
+        intermediate=on_mesh.as_axes("intermediate_axes", intermediate_axes),
         activation=activation,
         weight_on_input=weight_on_input,
         accumulation=accumulation,
         out_dtype=_out_dtype(x, preferred_element_type),
         implementation=implementation,
     )
-    _check_axes(how.manual, *(_names(axes) for axes in tokens), how.experts, how.intermediate)
-    _check_split("w13", w13, {-4: ("E", how.experts), -2: ("I", how.intermediate)})
-    _check_split("w2", w2, {-3: ("E", how.experts), -1: ("I", how.intermediate)})
+    rows, e, i = on_mesh.flat(how.tokens), how.experts, how.intermediate
+    on_mesh.check_axes(how.manual, {"token_axes": rows, "expert_axes": e, "intermediate_axes": i})
+    on_mesh.check_tokens(x, how.tokens)
+    on_mesh.check_groups("w2", w2, "I", i, instead="E")
+    for name, w in (("w13", w13), ("w2", w2)):
+        on_mesh.check_rows(name, w, (*rows, *e), None)
+    on_mesh.check_split("w13", w13, {-4: ("E", e), -2: ("I", i)})
+    on_mesh.check_split("w2", w2, {-3: ("E", e), -1: ("I", i)})
     args = MoEArgs(
         x=x,
-        w13=w13,
-        w2=w2,
-        topk_weights=as_array("topk_weights", topk_weights),
-        topk_ids=topk_ids,
-        b13=None if b13 is None else v.as_floats("b13", b13),
-        b2=None if b2 is None else v.as_floats("b2", b2),
-        input_scale=_checked_scale("input_scale", input_scale),
-        intermediate_scale=_checked_scale("intermediate_scale", intermediate_scale),
-        expert_map=expert_map,
-        layer=v.as_layer(layer, w13)[0],
+        topk_weights=routed.weights,
+        topk_ids=routed.ids,
+        expert_map=routed.expert_map,
+        **experts.arrays(x, input_scale, intermediate_scale),
     )
     return _run(how, args)
-
-
-def spread_tokens(lead: Sequence[int], used: Axes) -> tuple[AxisName, ...]:
-    """For tokens of shape ``lead`` whose sharding is not known, the mesh axes to split each of their axes over.
-
-    Those are all axes of the mesh in force that are not ``used``; one that divides none of the extents is left out,
-    and its devices then compute the same.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    chosen: list[list[str]] = [[] for _ in lead]
-    left = list(lead)
-    for name in sorted(_manual_axes() - set(used), key=mesh.axis_names.index):
-        size = mesh.shape[name]
-        for axis, extent in enumerate(left):
-            if extent and extent % size == 0:
-                chosen[axis].append(name)
-                left[axis] = extent // size
-                break
-    return tuple(tuple(names) or None for names in chosen)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +184,7 @@ class _Linear:
     """A linear on a mesh, without its arrays."""
 
     manual: frozenset[str]
-    tokens: tuple[AxisName, ...]
+    tokens: tuple[Axes, ...]
     out: Axes
     into: Axes
     activation: Activation | str | None
@@ -210,7 +195,7 @@ class _Linear:
     def specs(self, args: LinearArgs) -> Any:
         n, k = self.out or None, self.into or None
         specs: dict[str, Any] = {
-            "x": PartitionSpec(*self.tokens, k),
+            "x": PartitionSpec(*_entries(self.tokens), k),
             "w": _weight_specs(args.w, (n, k)),
             "bias": None if args.bias is None else _trailing(args.bias, (n,)),
             "input_scale": None if args.input_scale is None else PartitionSpec(),
@@ -220,7 +205,7 @@ class _Linear:
 
     @property
     def result(self) -> PartitionSpec:
-        return PartitionSpec(*self.tokens, self.out or None)
+        return PartitionSpec(*_entries(self.tokens), self.out or None)
 
     def __call__(self, args: LinearArgs) -> Array:
         """One device's share."""
@@ -241,7 +226,7 @@ class _Linear:
     def _product(
         self, args: LinearArgs, bias: Array | None, activation: Activation | str | None, out_dtype: str
     ) -> Array:
-        with config(check=False, shards=Shards(rows=_flat(self.tokens), columns=self.into)):
+        with config(check=False, shards=Shards(rows=on_mesh.flat(self.tokens), columns=self.into)):
             return ops.linear(
                 args.x,
                 args.w,
@@ -282,7 +267,7 @@ class _MoE:
     """Experts on a mesh, without their arrays."""
 
     manual: frozenset[str]
-    tokens: tuple[AxisName, ...]
+    tokens: tuple[Axes, ...]
     experts: Axes
     intermediate: Axes
     activation: Activation | str
@@ -293,7 +278,7 @@ class _MoE:
 
     def specs(self, args: MoEArgs) -> Any:
         e, i = self.experts or None, self.intermediate or None
-        whole, of_tokens = PartitionSpec(), PartitionSpec(*self.tokens, None)
+        whole, of_tokens = PartitionSpec(), PartitionSpec(*_entries(self.tokens), None)
 
         def of_scale(scale: Array | None) -> PartitionSpec | None:
             return None if scale is None else PartitionSpec(e) if scale.ndim else whole
@@ -315,7 +300,7 @@ class _MoE:
 
     @property
     def result(self) -> PartitionSpec:
-        return PartitionSpec(*self.tokens, None)
+        return PartitionSpec(*_entries(self.tokens), None)
 
     def __call__(self, args: MoEArgs) -> Array:
         """One device's share."""
@@ -330,7 +315,7 @@ class _MoE:
         if self.intermediate and b2 is not None:  # or each part of the sum over I would add it
             b2 = jnp.where(lax.axis_index(self.intermediate) == 0, b2, jnp.zeros_like(b2))
         split = (*self.experts, *self.intermediate)
-        shards = Shards(rows=(*_flat(self.tokens), *self.experts), columns=self.intermediate)
+        shards = Shards(rows=(*on_mesh.flat(self.tokens), *self.experts), columns=self.intermediate)
         with config(check=False, shards=shards):
             y = ops.fused_moe(
                 args.x,
@@ -359,48 +344,6 @@ def _run(how: _Linear | _MoE, args: Any) -> Array:
     return jax.shard_map(how, in_specs=(how.specs(args),), out_specs=how.result, axis_names=how.manual)(args)
 
 
-def _manual_axes() -> frozenset[str]:
-    """The axes of the mesh in force that no surrounding shard_map has made manual; all of them become so here."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        raise ValueError("no mesh is in force: enter one with jax.set_mesh")
-    return frozenset(
-        name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind != AxisType.Manual
-    )
-
-
-def _check_axes(manual: frozenset[str], *groups: Axes) -> None:
-    used = [name for group in groups for name in group]
-    for name in used:
-        if name not in manual:
-            raise ValueError(f"{name!r} is no axis of the mesh in force; those to split over are {sorted(manual)}")
-        if used.count(name) > 1:
-            raise ValueError(f"the mesh axis {name!r} is named twice, but it splits one axis of the operation")
-
-
-def _check_split(name: str, w: Array | QTensor, axes: dict[int, tuple[str, Axes]]) -> None:
-    """Raises ValueError unless each device gets an equal part of ``w`` along ``axes``, in whole blocks."""
-    sizes = jax.sharding.get_abstract_mesh().shape
-    for axis, (letter, names) in axes.items():
-        parts, extent = math.prod(sizes[n] for n in names), w.shape[axis]
-        where = f"along {', '.join(names)}"
-        if extent % parts:
-            spare = "; spare slots and an expert_map (jmoe.parallel) make it" if letter == "E" else ""
-            raise ValueError(f"{name} has {letter} = {extent}, no multiple of the {parts} devices {where}{spare}")
-        if parts == 1 or not isinstance(w, QTensor) or axis < -2:
-            continue
-        part, block = extent // parts, w.scheme.block[axis]
-        if block != -1 and w.scale.shape[axis] != 1 and part % block:
-            fitting = list(w.scheme.block)
-            fitting[axis] = math.gcd(part, block)
-            raise ValueError(
-                f"{name} has a scale for every {block} of {letter}, and the part of {part} that each of {parts} "
-                f"devices {where} has is no multiple of that: jmoe.refine_blocks({name}, {tuple(fitting)}) first"
-            )
-        if axis == -1 and w.scheme.fmt.bits == 4 and part % 2:
-            raise ValueError(f"{name} has two codes of {letter} to a byte, and an odd part of {part} on each device")
-
-
 def _weight_specs(w: Array | QTensor, axes: Sequence[AxisName]) -> Any:
     """A spec for each array of ``w``, whose last axes are split over ``axes``; scales are with their blocks."""
     if not isinstance(w, QTensor):
@@ -415,32 +358,17 @@ def _trailing(leaf: Array, axes: Sequence[AxisName]) -> PartitionSpec:
     return PartitionSpec(*lead, *split)
 
 
-def _token_axes(x: Array, token_axes: Sequence[AxisName]) -> tuple[AxisName, ...]:
-    lead = x.shape[:-1]
-    if len(token_axes) > len(lead):
-        raise ValueError(f"token_axes={tuple(token_axes)} is longer than the leading axes of x, {lead}")
-    axes = (*token_axes, *(None,) * (len(lead) - len(token_axes)))
-    sizes = jax.sharding.get_abstract_mesh().shape
-    for extent, names in zip(lead, axes, strict=True):
-        parts = math.prod(sizes.get(name, 1) for name in _names(names))
-        if extent % parts:
-            raise ValueError(f"x has {extent} tokens along an axis that is split over {parts} devices ({names})")
-    return axes
+def _entries(axes: Sequence[Axes]) -> tuple[AxisName, ...]:
+    """The same as entries of a PartitionSpec."""
+    return tuple(names or None for names in axes)
 
 
-def _checked_scale(name: str, scale: Array | float | None) -> Array | None:
-    return None if scale is None else check_static_scale(name, v.as_float32(name, scale))
+def _local_lead(x: Array, tokens: Sequence[Axes]) -> tuple[int, ...]:
+    """The leading axes of the part of x that each device has."""
+    return tuple(extent // on_mesh.devices(names) for extent, names in zip(x.shape[:-1], tokens, strict=True))
 
 
 def _out_dtype(x: Array, preferred: jax.typing.DTypeLike | None) -> str:
     if preferred is None:
         return str(jnp.dtype(x.dtype).name)
     return str(float_dtype("preferred_element_type", preferred, COMPUTE_DTYPES).name)
-
-
-def _names(axes: AxisName) -> Axes:
-    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
-
-
-def _flat(axes: Sequence[AxisName]) -> Axes:
-    return tuple(name for group in axes for name in _names(group))

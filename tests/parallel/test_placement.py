@@ -35,3 +35,9 @@ def test_what_cannot_be_placed_is_refused():
         experts_on(0, 2)
     with pytest.raises(ValueError, match="strategy='random' must be 'linear' or 'round_robin'"):
         expert_map(4, 2, strategy="random")
+    with pytest.raises(TypeError, match=r"experts=4\.0 must be an integer"):
+        experts_on(4.0, 2)
+    with pytest.raises(TypeError, match="experts='a' must be an integer"):
+        expert_map("a", 2)
+    with pytest.raises(TypeError, match="devices=True must be an integer"):
+        experts_on(4, True)

@@ -231,7 +231,23 @@ def test_axes_that_a_shard_map_around_has_are_left_alone():
     [
         (lambda x, w: parallel.linear(x, w, out_axes="tensor"), "'tensor' is no axis of the mesh in force"),
         (lambda x, w: parallel.linear(x, w, out_axes="model", in_axes="model"), "'model' is named twice"),
-        (lambda x, w: parallel.linear(x, w, out_axes="data", token_axes=("data",)), "'data' is named twice"),
+        (
+            lambda x, w: parallel.linear(x, w, out_axes="data", token_axes=("data",)),
+            "'data' is named twice, in token_axes and in out_axes",
+        ),
+        (lambda x, w: parallel.linear(x, w, out_axes=("data", "data")), "'data' is named twice, in out_axes, but"),
+        (lambda x, w: parallel.linear(x, w, token_axes=("tensor",)), "token_axes names 'tensor', but"),
+        (lambda x, w: parallel.linear(x[:, :3], w, in_axes="model"), r"x has shape \(6, 3\), but w has K = 128"),
+        (lambda x, w: parallel.linear(x[0, 0], w, in_axes="model"), r"x has shape \(\), but w has K = 128"),
+        (lambda x, w: parallel.linear(x, w, bias=jnp.ones(3)), r"bias has shape \(3,\), but here it is \(N,\)"),
+        (
+            lambda x, w: parallel.linear(x, w, in_axes="model", activation="swigluoai"),
+            "activation",
+        ),
+        (
+            lambda x, w: parallel.linear(x, jmoe.quantize(w, "int8"), in_axes="model", input_scale=1.0),
+            "input_scale is given, but the activation is quantized as int8",
+        ),
         (lambda x, w: parallel.linear(x[:, :-1], w[:, :-1], in_axes="model"), r"w has K = 127, no multiple of the 2"),
         (lambda x, w: parallel.linear(x[:5], w, token_axes=("data",)), "x has 5 tokens along an axis that is split"),
         (lambda x, w: parallel.linear(x, w, token_axes=(None, None)), "token_axes=.* is longer than the leading axes"),
@@ -256,10 +272,74 @@ def test_experts_that_cannot_be_split_are_refused():
     with jax.set_mesh(mesh()):
         with pytest.raises(ValueError, match="w13 has E = 3, no multiple of the 2 devices along data; spare slots"):
             parallel.fused_moe(x, w13, w2, weights, ids, expert_axes="data")
-        w13, w2 = quantized(w13, "fp8_block:block=64"), quantized(w2, "fp8_block:block=32")
-        w13 = jmoe.refine_blocks(w13, (64, 64))
+        w13, w2 = (jmoe.quantize(w, jmoe.recipe("fp8_w8a16", block=b)) for w, b in ((w13, (16, 32)), (w2, (32, 32))))
         with pytest.raises(ValueError, match="w2 has a scale for every 32 of I, and the part of 16 that each of 4"):
             parallel.fused_moe(x, w13, w2, weights, ids, intermediate_axes=("data", "model"))
+
+
+# Groups of 16, 32 and 128 of an activation whose K (or I) is a part of that, or a whole number of them, on a device.
+@pytest.mark.parametrize(
+    "recipe, extent, group, hint",
+    [
+        ("fp8_block", 64, 128, ""),
+        ("fp8_block", 256, 128, "split {} over a number of devices that divides 2, or "),
+        ("mxfp8", 32, 32, ""),
+        ("mxfp8", 96, 32, "split {} over a number of devices that divides 3, or "),
+        ("mxfp4_a4", 64, 32, "split {} over a number of devices that divides 2, or "),
+        ("nvfp4_per_token", 16, 16, ""),
+        ("nvfp4_per_token", 40, 16, ""),
+        ("nvfp4", 32, 16, "split {} over a number of devices that divides 2, or "),
+    ],
+)
+def test_groups_of_an_activation_lie_on_one_device_each(recipe, extent, group, hint):
+    part = extent // 4
+    scale = {"input_scale": 1.0} if recipe == "nvfp4" else {}
+    w, x = jmoe.quantize(normal(0, 8, extent), recipe), normal(1, 2, extent)
+    text = (
+        "{} asks for an activation with a measured scale for every {} of {}, and the part of {} that each of 4 devices "
+        "along model has is no multiple of that: {}split {} instead, or take a recipe whose activation has one scale a "
+        "row or is not quantized"
+    )
+    with jax.set_mesh(mesh((4,), ("model",))):
+        refused = text.format("w", group, "K", part, hint.format("K"), "N")
+        with pytest.raises(ValueError, match=f"^{re.escape(refused)}$"):
+            parallel.linear(x, w, in_axes="model", **scale)
+        w13, w2 = jmoe.quantize(normal(2, 4, 2, extent, 32), recipe), jmoe.quantize(normal(3, 4, 32, extent), recipe)
+        scales = {"input_scale": 1.0, "intermediate_scale": 1.0} if scale else {}
+        arguments = normal(4, 2, 32), w13, w2, jnp.ones((2, 1)), jnp.zeros((2, 1), jnp.int32)
+        refused = text.format("w2", group, "I", part, hint.format("I"), "E")
+        with pytest.raises(ValueError, match=f"^{re.escape(refused)}$"):
+            parallel.fused_moe(*arguments, intermediate_axes="model", **scales)
+        # What the message names instead is the operation.
+        assert_close(parallel.linear(x, w, out_axes="model", **scale), jmoe.linear(x, w, **scale))
+        y = parallel.fused_moe(*arguments, expert_axes="model", **scales)
+        assert_close(y, jmoe.fused_moe(*arguments, **scales))
+
+
+def test_blocks_are_not_said_to_be_refined_where_groups_of_the_activation_stay_split():
+    w = jmoe.refine_blocks(jmoe.quantize(normal(0, 8, 256), "fp8_block"), (128, 64))
+    with jax.set_mesh(mesh()), pytest.raises(ValueError, match=r"every 128 of K, and the part of 64 .* divides 2"):
+        parallel.linear(normal(1, 2, 256), w, in_axes=("data", "model"))
+    with jax.set_mesh(mesh()):
+        y = parallel.linear(normal(1, 2, 256), w, in_axes="model")
+    assert_close(y, jmoe.linear(normal(1, 2, 256), w))
+
+
+def test_scales_that_a_few_tokens_share_are_measured_on_one_device():
+    scheme = jmoe.Scheme(format="int8", block=(2, -1))
+    w = jmoe.quantize(normal(1, 8, K), "int8").with_input_scheme(scheme)
+    message = r"w asks for an activation with a measured scale for every 2 tokens, and each of the 2 devices along data"
+    with jax.set_mesh(mesh()):
+        for x in (normal(0, 6, K), normal(0, 2, 3, K)):  # 3 tokens on each device, and the two of each pair apart
+            with pytest.raises(ValueError, match=message):
+                parallel.linear(x, w, token_axes=("data",))
+        x = normal(0, 8, K)
+        assert_close(parallel.linear(x, w, token_axes=("data",), in_axes="model"), jmoe.linear(x, w))
+        x, w13, w2, weights, ids = moe_arguments("int8")
+        w13 = w13.with_input_scheme(scheme)
+        for how in ({"token_axes": ("data",)}, {"expert_axes": "data"}):
+            with pytest.raises(ValueError, match="w13" + message[1:]):
+                parallel.fused_moe(x, w13, w2, weights, ids, **how)
 
 
 def test_b09_blocks_are_refined_before_they_are_split():
@@ -267,6 +347,51 @@ def test_b09_blocks_are_refined_before_they_are_split():
     with jax.set_mesh(mesh()):
         y = parallel.linear(x, jmoe.refine_blocks(w, (16, 48)), out_axes="model")
     assert_close(y, jmoe.linear(x, w))
+
+
+@pytest.mark.parametrize(
+    "how, error, message",
+    [
+        (
+            {"expert_axes": 3},
+            TypeError,
+            "expert_axes=3 must be the name of a mesh axis, a tuple of such names, or None",
+        ),
+        ({"intermediate_axes": ("model", 1)}, TypeError, r"intermediate_axes=\('model', 1\) must be the name"),
+        ({"token_axes": 3}, TypeError, "token_axes=3 must be a sequence with a mesh axis's name"),
+        ({"token_axes": "data"}, TypeError, "token_axes='data' must be a sequence with a mesh axis's name"),
+        ({"token_axes": (3,)}, TypeError, r"token_axes\[0\]=3 must be the name of a mesh axis"),
+        ({"b13": jnp.ones(3)}, ValueError, r"b13 has shape \(3,\), but here it is \(E, halves, I\) = \(4, 2, 64\)"),
+        ({"b2": jnp.ones((E, I))}, ValueError, r"b2 has shape \(4, 64\), but here it is \(E, H\) = \(4, 32\)"),
+        ({"input_scale": 1.0}, ValueError, "input_scale is given, but the activation is not quantized"),
+        ({"topk_weights": jnp.ones((T, 1))}, ValueError, r"topk_weights has shape \(6, 1\), but here it is"),
+        ({"topk_ids": jnp.zeros((3, 1), jnp.int32)}, ValueError, r"topk_ids has shape \(3, 1\), but x has tokens"),
+        ({"expert_map": jnp.zeros((2, 2), jnp.int32)}, ValueError, r"expert_map has shape \(2, 2\), but it is"),
+        ({"w2": jnp.ones((E, I, H))}, ValueError, r"w2 has shape \(4, 64, 32\), but w13 of shape"),
+        ({"x": jnp.ones((T, 3))}, ValueError, r"x has shape \(6, 3\), but w13 has H = 32"),
+        ({"activation": "relu2"}, ValueError, "relu2"),
+    ],
+)
+def test_what_experts_are_given_is_checked_before_it_is_split(how, error, message):
+    names = ("x", "w13", "w2", "topk_weights", "topk_ids")
+    given = dict(zip(names, moe_arguments(), strict=True))
+    with jax.set_mesh(mesh()), pytest.raises(error, match=message):
+        parallel.fused_moe(**{**given, "expert_axes": "model", **how})
+
+
+def test_axes_of_a_linear_are_names():
+    x, w = normal(0, M, K), normal(1, N, K)
+    with jax.set_mesh(mesh()):
+        for argument in ("out_axes", "in_axes"):
+            with pytest.raises(TypeError, match=f"{argument}=3 must be the name of a mesh axis, a tuple of such names"):
+                parallel.linear(x, w, **{argument: 3})
+        with pytest.raises(TypeError, match=r"lead=3 must be the shape of the tokens, such as x\.shape\[:-1\]"):
+            parallel.spread_tokens(3, ())
+        with pytest.raises(TypeError, match=r"lead\[1\]='a' must be an integer"):
+            parallel.spread_tokens((2, "a"), ())
+        with pytest.raises(TypeError, match="used=3 must be the name of a mesh axis"):
+            parallel.spread_tokens((2,), 3)
+        assert parallel.spread_tokens((4,), "model") == (("data",),)
 
 
 def test_a_mesh_is_needed():
