@@ -22,6 +22,7 @@ from jmoe.checkpoint.weights import (
     Device,
     host_tensor,
     load_bias,
+    load_expert_biases,
     load_expert_scales,
     load_experts,
     load_input_scale,
@@ -98,12 +99,16 @@ def load_model(
         loader = _Loader(checkpoint, param_dtype, weight_only, device)
         done = set()
         for name, place in places.items():
+            module = modules[place.path]
             source = name.rpartition(".")[0]
-            unit = (place.path, expert_prefix(source) or source)
-            if unit not in done:
-                done.add(unit)
-                loader.fill(modules[place.path], place, unit[1], stacked=bool(place.index))
-                advance(_nbytes(checkpoint, unit[1]))
+            if place.index:
+                source = expert_prefix(source) or source
+            elif not isinstance(module, Linear):
+                source = name
+            if source not in done:
+                done.add(source)
+                loader.fill(module, place, source)
+                advance(_nbytes(checkpoint, source))
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(nnx.state(model)))
     return model
 
@@ -117,9 +122,9 @@ class _Loader:
         self._weight_only = weight_only
         self._device = device
 
-    def fill(self, module: nnx.Module, place: Place, source: str, *, stacked: bool) -> None:
-        """Loads the checkpoint's ``source``, a module or the experts below a prefix, into the model's ``module``."""
-        if stacked:
+    def fill(self, module: nnx.Module, place: Place, source: str) -> None:
+        """Loads ``source`` into the model's ``module``: a linear, the experts below a prefix, or else one tensor."""
+        if place.index:
             assert isinstance(module, FusedMoE)
             self._fill_experts(module, place.path, source)
         elif isinstance(module, Linear):
@@ -127,7 +132,7 @@ class _Loader:
         else:
             # A router's logits are float32 whatever its weight is in, so it is not rounded.
             dtype = None if isinstance(module, FusedMoE) else self._dtype
-            host = host_tensor(self._checkpoint, f"{source}.weight", dtype)
+            host = host_tensor(self._checkpoint, source, dtype)
             param.assign(module, place.name, place_array(place.name, host, self._device_for(place.path)))
 
     def _fill_linear(self, module: Linear, path: str, source: str) -> None:
@@ -147,6 +152,8 @@ class _Loader:
         input_scale, intermediate_scale = load_expert_scales(self._checkpoint, prefix)
         module.set_w13(w13, input_scale=input_scale if _is_static(w13) else None)
         module.set_w2(w2, input_scale=intermediate_scale if _is_static(w2) else None)
+        if module.b13 is not None:
+            module.set_biases(*load_expert_biases(self._checkpoint, prefix, dtype=self._dtype, device=device))
 
     def _device_for(self, path: str) -> Device:
         """``device`` for the variables of the module at ``path``."""
@@ -251,9 +258,10 @@ def _list(names: list[str]) -> str:
 
 
 def _nbytes(checkpoint: Checkpoint, source: str) -> int:
-    """Bytes of a module in the files, or of all modules below an experts' prefix."""
+    """Bytes in the files of a tensor, of a module, or of all modules below an experts' prefix."""
+    if source in checkpoint.tensors:
+        return checkpoint.tensors[source].nbytes
+    modules = [source]
     if source in checkpoint.expert_prefixes:
         modules = list(checkpoint.experts(source).modules())
-    else:
-        modules = [source]
     return sum(checkpoint.tensors[name].nbytes for module in modules for name in checkpoint.leaves[module].values())

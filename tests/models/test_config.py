@@ -5,7 +5,60 @@ import re
 
 import pytest
 
+from jmoe.backends.activation import swiglu
 from jmoe.models import DecoderConfig
+from jmoe.models.rope import Yarn
+
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+# The configurations of Mixtral-8x7B and gpt-oss-20b, as far as they describe the model.
+MIXTRAL = {
+    "model_type": "mixtral",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
 
 
 def test_the_tiny_checkpoint(tiny_config):
@@ -28,12 +81,21 @@ def test_the_number_of_experts_under_its_newer_name(tiny_config):
     "changes, message",
     [
         ({"num_local_experts": 4}, "config has num_experts=8 and num_local_experts=4, two names of one number"),
-        ({"model_type": "mixtral"}, "model_type='mixtral', but this decoder is for 'qwen3_moe'"),
+        ({"model_type": "llama"}, "model_type='llama', but this decoder is for 'qwen3_moe' or 'mixtral' or 'gpt_oss'"),
+        ({"model_type": []}, "model_type=[], but"),
         ({"model_type": None}, "model_type=None"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu', but this decoder is for 'silu'"),
         ({"use_sliding_window": True}, "use_sliding_window=True"),
-        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling={'type': 'yarn'}, but this decoder is for None"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn', but this decoder is for 'default'"),
+        ({"rope_scaling": {"type": "yarn"}}, "config has rope_scaling without factor, which rope_type 'yarn' needs"),
+        ({"rope_scaling": YARN | {"factor": 0.5}}, "config has rope_scaling in which factor=0.5 must be at least 1"),
+        ({"rope_scaling": YARN | {"beta_slow": 64.0}}, "beta_fast=32.0 must not be less than beta_slow=64.0"),
+        ({"rope_scaling": YARN | {"truncate": 1}}, "truncate=1 must be true or false"),
+        ({"rope_scaling": YARN | {"mscale": 0.7}}, "rope_scaling with mscale=0.7, which this decoder does not know"),
+        ({"rope_scaling": YARN, "rope_theta": 1}, "rope_theta=1.0 must be more than 1 with a rope_scaling"),
+        (
+            {"rope_parameters": {"rope_type": "linear"}},
+            "rope_type='linear', but this decoder is for 'default' or 'yarn'",
+        ),
         ({"num_experts": None}, "config has no num_experts"),
         ({"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
         ({"head_dim": 7}, "head_dim=7 must be even"),
@@ -92,3 +154,66 @@ def test_fields_are_checked_where_a_config_is_made(tiny_config):
         dataclasses.replace(config, dense_layers=(3,), intermediate_size=8)
     with pytest.raises(ValueError, match="rope_theta=nan must be a positive number"):
         dataclasses.replace(config, rope_theta=float("nan"))
+
+
+def test_mixtral():
+    config = DecoderConfig.from_hf(MIXTRAL)
+    assert (config.moe_intermediate_size, config.intermediate_size, config.head_dim) == (14336, 0, 128)
+    assert (config.num_experts, config.rope_theta, config.rms_norm_eps) == (8, 1e6, 1e-5)
+    assert config.routing.renormalize and config.routing.order == "score_topk" and config.activation == swiglu()
+    assert not (config.qk_norm or config.attention_bias or config.attention_sinks or config.moe_bias)
+    assert config.sliding_layers == ()
+
+
+def test_a_sliding_window_of_mixtral_is_that_of_every_layer():
+    config = DecoderConfig.from_hf(MIXTRAL | {"sliding_window": 4096})
+    assert (config.sliding_window, config.sliding_layers) == (4096, tuple(range(32)))
+
+
+def test_gpt_oss():
+    config = DecoderConfig.from_hf(GPT_OSS)
+    assert (config.moe_intermediate_size, config.intermediate_size, config.head_dim) == (2880, 0, 64)
+    assert config.rope_scaling == Yarn(factor=32.0, original_max_position_embeddings=4096, truncate=False)
+    assert config.rope_theta == 150000.0
+    assert (config.sliding_window, config.sliding_layers) == (128, tuple(range(0, 24, 2)))
+    assert config.attention_bias and config.attention_sinks and config.moe_bias and not config.qk_norm
+    assert (config.routing.top_k, config.routing.order) == (4, "topk_score")
+    assert config.activation == swiglu(1.702, 1.0, 7.0)
+
+
+def test_windows_of_gpt_oss_alternate_where_the_file_does_not_say():
+    layers = DecoderConfig.from_hf({k: v for k, v in GPT_OSS.items() if k != "layer_types"}).sliding_layers
+    assert layers == tuple(range(0, 24, 2))
+
+
+@pytest.mark.parametrize(
+    "config, changes, message",
+    [
+        (MIXTRAL, {"intermediate_size": None}, "config has no intermediate_size, which a mixtral model needs"),
+        (MIXTRAL, {"sliding_window": -1}, "sliding_window=-1 must be an integer of at least 0"),
+        (MIXTRAL, {"sliding_window": 0}, "need a sliding_window"),
+        (GPT_OSS, {"layer_types": ["full_attention"]}, "but it is a list of 24, one for each layer"),
+        (GPT_OSS, {"layer_types": ["chunked"] * 24}, "layer_types with 'chunked', but this decoder is for"),
+        (GPT_OSS, {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5, but this decoder is for 1.702"),
+        (GPT_OSS, {"swiglu_limit": -7.0}, "swiglu_limit=-7.0 must be a positive number"),
+        (GPT_OSS, {"rope_scaling": None}, "config has no rope_scaling, which a gpt_oss model needs"),
+    ],
+)
+def test_what_mixtral_and_gpt_oss_do_not_have_is_refused(config, changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        DecoderConfig.from_hf({**config, **changes})
+
+
+@pytest.mark.parametrize(
+    "field, value, message",
+    [
+        ("model_type", "llama", "model_type='llama' must be 'qwen3_moe' or 'mixtral' or 'gpt_oss'"),
+        ("rope_scaling", {"factor": 2}, "must be a jmoe.models.rope.Yarn, or None"),
+        ("sliding_layers", (3,), "sliding_layers=(3,) names layer 3 of 3"),
+        ("sliding_layers", (1,), "sliding_layers=(1,) need a sliding_window"),
+    ],
+)
+def test_fields_of_other_families_are_checked_too(tiny_config, field, value, message):
+    config = DecoderConfig.from_hf(tiny_config)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        dataclasses.replace(config, **{field: value})

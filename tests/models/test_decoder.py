@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jmoe.models import Decoder, DecoderConfig, evaluate
-from jmoe.models.decoder import Place, rotate
+from jmoe.models.decoder import Place
 from jmoe.nn import FusedMoE, Linear, QuantizedParam, calibrate, quantize_model
 
 SMALL = DecoderConfig(
@@ -144,13 +144,6 @@ def test_later_tokens_do_not_change_earlier_logits():
     assert not np.array_equal(a[:, 3], b[:, 3])
 
 
-def test_rotate_turns_pairs_of_halves_by_position_over_wavelength():
-    # head_dim 4, theta 16: frequencies 1 and 1/4. Position 2 turns (x0, x2) by 2 and (x1, x3) by 1/2.
-    x = jnp.asarray([1.0, 1.0, 0.0, 0.0]).reshape(1, 1, 1, 4)
-    expected = [np.cos(2), np.cos(0.5), np.sin(2), np.sin(0.5)]
-    np.testing.assert_allclose(rotate(x, jnp.asarray([2]), 16.0).ravel(), expected, rtol=1e-6)
-
-
 def test_module_paths_are_a_checkpoints_and_every_tensor_has_a_place(tiny):
     places = tiny.parameter_places()
     assert len(places) == 3 * (2 + 6 + 1 + 8 * 3) + 3  # a layer's norms, attention, router and experts; 3 outside
@@ -248,3 +241,29 @@ def test_loss_has_gradients_for_every_dense_parameter():
     norms = [float(jnp.linalg.norm(g)) for g in jax.tree.leaves(gradient)]
     assert len(norms) == 2 * (2 + 6 + 3) + 3
     assert all(np.isfinite(n) and n > 0 for n in norms)
+
+
+def test_a_sink_takes_its_share_of_the_softmax_and_gives_nothing():
+    model = Decoder(dataclasses.replace(SMALL, attention_sinks=True), param_dtype="float32", rngs=nnx.Rngs(0))
+    attention = model.layers[0].self_attn
+    attention.q_proj.set_weight(jnp.zeros((32, 16)))  # every score is 0
+    x = jax.random.normal(jax.random.key(0), (1, 3, 16))
+    attention.sinks.set_value(jnp.full((4,), -jnp.inf))
+    without, _ = attention(x)
+    attention.sinks.set_value(jnp.full((4,), np.log(2)))
+    # exp(0) for each token seen against exp(log 2): 1/3, 2/4 and 3/5 of the weight are left.
+    np.testing.assert_allclose(attention(x)[0], without * jnp.asarray([1 / 3, 2 / 4, 3 / 5])[:, None], rtol=1e-5)
+
+
+def test_sinks_are_trained():
+    model = Decoder(dataclasses.replace(SMALL, attention_sinks=True), param_dtype="float32", rngs=nnx.Rngs(0))
+    gradient = nnx.grad(lambda m: m.loss(jnp.asarray([[1, 2, 3, 4]])))(model)
+    assert np.all(np.asarray(gradient.layers[0].self_attn.sinks.get_value()) != 0)
+
+
+def test_a_window_ends_what_a_token_sees():
+    config = dataclasses.replace(SMALL, num_hidden_layers=1, sliding_window=3, sliding_layers=(0,))
+    model = Decoder(config, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    a, b = (model(jnp.asarray([[first, 2, 3, 4, 5]]))[0] for first in (1, 19))
+    changed = [not np.array_equal(a[s], b[s]) for s in range(5)]
+    assert changed == [True, True, True, False, False]  # tokens 0 to 2 see token 0; 3 sees tokens 1 to 3
