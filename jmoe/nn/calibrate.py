@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 from jax import Array, lax
 
+from jmoe.arguments import as_array
 from jmoe.backends import common
 from jmoe.backends.activation import as_activation
 from jmoe.backends.reference import matmul
@@ -188,6 +189,7 @@ class _ObservedLayer(nnx.Module):
     observed_input: Observation
 
     def __call__(self, x: Array, *args: Any, **kwargs: Any) -> Any:
+        x = as_array("x", x)
         _raise_to(self.observed_calls, jnp.float32(1))
         _raise_to(self.observed_input, _amax(x))
         return super().__call__(x, *args, **kwargs)
@@ -202,6 +204,7 @@ class _ObservedMoE(_ObservedLayer):
     route: Callable[[Array], Routed]
 
     def __call__(self, x: Array, *args: Any, **kwargs: Any) -> Any:
+        x = as_array("x", x)
         amax, slots = _intermediates(self, x, self.route(x))
         _raise_to(self.observed_intermediate, amax)
         self.observed_slots.set_value(self.observed_slots.get_value() + slots)

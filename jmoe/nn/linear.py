@@ -10,7 +10,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jmoe import ops, parallel
-from jmoe.arguments import COMPUTE_DTYPES, float_dtype
+from jmoe.arguments import COMPUTE_DTYPES, as_array, float_dtype
 from jmoe.backends.activation import Activation
 from jmoe.nn import mesh, options, param
 from jmoe.nn.param import AxisName
@@ -224,16 +224,22 @@ class Linear(nnx.Module):
         axes = self.sharding[:-1]
         self.bias = param.variable(nnx.Param, bias, (*(None,) * (bias.ndim - len(axes)), *axes))
 
-    def __call__(self, x: Array, out_sharding: Any = None) -> Array:
+    def __call__(self, x: Array | QTensor, out_sharding: Any = None) -> Array:
         """Applies the layer.
 
         Args:
-          x: (..., K) bfloat16, float16 or float32.
+          x: (..., K) bfloat16, float16 or float32; or a QTensor quantized as the weight asks, which is not cast:
+            ``dtype`` is then the result's.
           out_sharding: how the result is sharded, as for ``nnx.Linear``.
 
         Returns:
           (..., N).
+
+        Raises:
+          ValueError: x does not fit, or the module is a stack of layers; TypeError: x is no such array.
         """
+        param.check_single(self)
+        x = x if isinstance(x, QTensor) else as_array("x", x)
         return mesh.apply(type(self)._apply, self, x, out_sharding, lambda: self._spec(x))
 
     def _spec(self, x: Array) -> PartitionSpec:
@@ -252,13 +258,17 @@ class Linear(nnx.Module):
         input_scale: Array | None,
         tokens: mesh.Tokens = None,
     ) -> Array:
-        x = x if self.dtype is None else x.astype(self.dtype)
+        preferred = self.preferred_element_type
+        if isinstance(x, QTensor):
+            preferred = self.dtype if preferred is None else preferred
+        elif self.dtype is not None:
+            x = x.astype(self.dtype)
         how: dict[str, Any] = {
             "bias": bias,
             "activation": self.activation,
             "input_scale": input_scale,
             "layer": self.layer,
-            "preferred_element_type": self.preferred_element_type,
+            "preferred_element_type": preferred,
             "implementation": self.implementation,
         }
         out, into = param.split_axes(self.weight, 2)

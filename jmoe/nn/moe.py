@@ -179,12 +179,14 @@ class FusedMoE(nnx.Module):
         dtype: jax.typing.DTypeLike,
         rngs: nnx.Rngs | None,
     ) -> None:
-        if rngs is None:
+        # Taken even where no expert is here, so that every rank draws the same router.
+        key = None if rngs is None else rngs.params()
+        if key is None or not self.num_local_experts:
             weight = param.empty(shape, recipe, dtype)
         else:
             batch = tuple(range(len(shape) - 2))
             init = nnx.initializers.lecun_normal(in_axis=-1, out_axis=-2, batch_axis=batch)
-            weight = ex.quantize_experts(init(rngs.params(), shape, dtype), recipe, first=name == "w13")
+            weight = ex.quantize_experts(init(key, shape, dtype), recipe, first=name == "w13")
         scale, scale_shape = None, () if name == "w13" else (self.num_local_experts,)
         if recipe.input is not None and recipe.input.static:
             scale = jnp.ones(scale_shape, jnp.float32)
@@ -395,7 +397,12 @@ class FusedMoE(nnx.Module):
             setattr(self, name, nnx.data(variable))
 
     def route(self, x: Array) -> Routed:
-        """Each token's experts and weights, (..., k), for x (..., H); in float32 throughout."""
+        """Each token's experts and weights, (..., k), for x (..., H); in float32 throughout.
+
+        Raises:
+          ValueError: x has another shape, or the module is a stack of layers; TypeError: x is no array of numbers.
+        """
+        x = self._checked_input(x)
         logits = _project(x, self.router_weight.get_value())
         if self.router_bias is not None:
             logits = logits + self.router_bias.get_value().astype(jnp.float32)
@@ -410,8 +417,23 @@ class FusedMoE(nnx.Module):
 
         Returns:
           (..., H).
+
+        Raises:
+          ValueError: x has another shape, or the module is a stack of layers; TypeError: x is no such array.
         """
+        x = self._checked_input(x)
         return mesh.apply(FusedMoE._apply, self, x, out_sharding, lambda: PartitionSpec(*spec_of(x)))
+
+    def _checked_input(self, x: Any) -> Array:
+        param.check_single(self)
+        if isinstance(x, QTensor):
+            raise TypeError("x is a QTensor, but the router takes it as it is: an array (..., H)")
+        x = as_array("x", x)
+        if not (jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)):
+            raise TypeError(f"x has dtype {x.dtype}, but it is floating point")
+        if x.ndim < 1 or x.shape[-1] != self.hidden_size:
+            raise ValueError(f"x has shape {x.shape}, but it is (..., H) with H = {self.hidden_size}")
+        return x
 
     def _apply(self, x: Array, tokens: mesh.Tokens) -> Array:
         routed = self.route(x)

@@ -128,7 +128,9 @@ def as_layer(layer: Any, weight: Array | QTensor) -> tuple[Array | None, int | N
     return index, layers
 
 
-def as_static_scale(name: str, scale: Any, scheme: Scheme | None, *, quantized: bool, experts: int = 0) -> Array | None:
+def as_static_scale(
+    name: str, scale: Any, scheme: Scheme | None, *, quantized: bool, experts: int | None = None
+) -> Array | None:
     """A given activation scale, float32 () or (E,): there just where ``scheme`` is static.
 
     Args:
@@ -136,7 +138,7 @@ def as_static_scale(name: str, scale: Any, scheme: Scheme | None, *, quantized: 
       scale: what the caller gave.
       scheme: how the activation is quantised.
       quantized: the activation comes quantized, scales included.
-      experts: E, 0 where there are none.
+      experts: E, None for an operation without experts.
     """
     if scheme is None or not scheme.static or quantized:
         if scale is None:
@@ -148,7 +150,7 @@ def as_static_scale(name: str, scale: Any, scheme: Scheme | None, *, quantized: 
     if scale is None:
         raise ValueError(f"{name} is missing: the activation's scheme ({scheme.describe()}) has a given scale")
     array = as_float32(name, scale)
-    shapes = ((), (experts,)) if experts else ((),)
+    shapes = ((),) if experts is None else ((), (experts,))
     if array.shape not in shapes:
         raise ValueError(f"{name} has shape {array.shape}, but it is {' or '.join(map(str, shapes))} here")
     return check_static_scale(name, array)

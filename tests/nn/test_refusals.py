@@ -219,3 +219,60 @@ def test_a_map_of_given_experts_is_checked_too():
 def test_a_cache_is_refused_where_it_is_made(arguments, error, message):
     with pytest.raises(error, match=message):
         KVCache.init(*arguments)
+
+
+@pytest.mark.parametrize(
+    "x, error, message",
+    [
+        (np.ones((5, 3), np.float32), ValueError, r"x has shape \(5, 3\), but it is \(..., H\) with H = 8"),
+        (np.float32(1), ValueError, r"x has shape \(\), but it is"),
+        (None, TypeError, "x is None, but it is an array"),
+        ("x", TypeError, "x is a str, but it is an array"),
+        (np.ones((5, H), np.complex64), TypeError, "x has dtype complex64, but it is floating point"),
+        (jmoe.quantize(jnp.ones((5, H)), jmoe.recipe("int8").input), TypeError, "x is a QTensor, but the router"),
+    ],
+)
+def test_experts_refuse_what_they_cannot_route(x, error, message):
+    layer = moe()
+    for call in (layer, layer.route, jax.jit(layer.route) if isinstance(x, np.ndarray) else layer):
+        with pytest.raises(error, match=message):
+            call(x)
+
+
+def test_inputs_may_be_lists():
+    layer = moe(dtype="float32")
+    row = [0.5] * H
+    np.testing.assert_array_equal(layer(row), layer(jnp.asarray(row)))
+    eye = Linear.from_dense(jnp.eye(2), dtype="float32")
+    assert eye([3.0, 4.0]).tolist() == [3, 4]
+    with pytest.raises(TypeError, match="x is None, but it is an array"):
+        eye(None)
+    with pytest.raises(ValueError, match=r"x has shape \(\)"):
+        eye(1.0)
+
+
+def test_a_stack_of_layers_is_not_called_itself():
+    message = r"is a stack of layers, with the leading axes \(2,\); jmoe.nn.scan_layers applies it"
+    experts, linears = stack_layers([moe()] * 2), stack_layers([Linear(H, H)] * 2)
+    for call in (experts, experts.route, linears):
+        with pytest.raises(ValueError, match=message):
+            call(jnp.ones((3, H)))
+
+
+def test_dtype_is_the_results_where_x_comes_quantized():
+    x = jmoe.quantize(jnp.asarray([[127.0, 0.0], [0.0, 127.0]]), jmoe.recipe("int8").input)
+    weight = jmoe.quantize(jnp.eye(2), "int8")
+    for dtype, expected in ((None, "bfloat16"), ("float32", "float32"), ("float16", "float16")):
+        y = Linear.from_quantized(weight, dtype=dtype)(x)
+        assert y.dtype == expected
+        np.testing.assert_allclose(y.astype(jnp.float32), [[127, 0], [0, 127]], rtol=2**-7)
+    y = Linear.from_quantized(weight, dtype="float16", preferred_element_type="float32")(x)
+    assert y.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_tensor_static"])
+def test_a_rank_without_experts_has_the_router_of_the_others(recipe):
+    nowhere = moe(num_local_experts=0, expert_map=[-1] * E, recipe=recipe)
+    assert nowhere.qw13.shape == (0, 2, I, H) and nowhere.qw2.shape == (0, H, I)
+    np.testing.assert_array_equal(nowhere.router_weight.get_value(), moe(recipe=recipe).router_weight.get_value())
+    assert nowhere(jnp.ones((3, H))).tolist() == [[0] * H] * 3
