@@ -35,7 +35,7 @@ class ExpertNames:
 
 
 FAMILIES: tuple[ExpertNames, ...] = (
-    ExpertNames("gate_proj", "up_proj", "down_proj"),  # Qwen, DeepSeek-V3, GLM, Kimi, OLMoE
+    ExpertNames("gate_proj", "up_proj", "down_proj"),  # Qwen, DeepSeek-V2 and V3, GLM, Kimi, Llama 4, OLMoE, gpt-oss
     ExpertNames("w1", "w3", "w2"),  # Mixtral, MiniMax, DeepSeek-V4
     ExpertNames(None, "up_proj", "down_proj"),  # Nemotron-H
 )

@@ -13,6 +13,7 @@ import numpy as np
 
 from jmoe.arguments import check_type
 from jmoe.checkpoint.experts import Experts, expert_prefix, experts_of, group_experts
+from jmoe.checkpoint.fused import show_each_expert
 from jmoe.checkpoint.methods import CheckpointError, Method, method_for, modelopt
 from jmoe.checkpoint.methods.base import Files, present_leaves
 from jmoe.checkpoint.safetensors import ClosedOnExit, SafetensorsFile, SafetensorsIndex, TensorInfo, open_safetensors
@@ -88,7 +89,7 @@ class Checkpoint(ClosedOnExit):
         self.quantization_config = quantization.settings or None
         self.method_name = quantization.name
         self.method = method
-        self._files: Files = method.view(files)
+        self._files: Files = show_each_expert(method.view(files))
         self._check_quantization(quantization)
 
     @property

@@ -142,4 +142,5 @@ def _parts_of(files: Files, match: re.Match[str]) -> Iterator[Part]:
     for expert in range(of[0]):
         for start, half in enumerate(halves):
             shown = f"{prefix}.{expert}.{half}.{_LEAVES[kind]}"
-            yield Part(shown, match[0], expert, start, len(halves), shape)
+            alternate = slice(None) if len(halves) == 1 else slice(start, None, len(halves))
+            yield Part(shown, match[0], expert, alternate, shape)

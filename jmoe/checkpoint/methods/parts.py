@@ -18,16 +18,17 @@ class Part:
       name: what it is shown as.
       whole: the tensor's name in the file.
       entry: which entry.
-      start, step: the rows, N[start::step].
+      rows: of the entry.
       shape: of the part, which the rows are reshaped to.
+      transposed: whether the entry is (K, N).
     """
 
     name: str
     whole: str
     entry: int
-    start: int
-    step: int
+    rows: slice
     shape: tuple[int, ...]
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class FilesInParts(Mapping[str, TensorInfo]):
             return self._files.tensors[name]
         part = self._parts[name]
         whole = self._files.tensors[part.whole]
-        rows = "" if part.step == 1 else f", {part.start}::{part.step}"
+        columns = ", :" if part.transposed and part.rows != slice(None) else ""
+        rows = columns + _shown(part.rows)
         size = whole.nbytes // whole.shape[0]
         start = whole.start + part.entry * size
         return PartInfo(f"{part.whole}[{part.entry}{rows}]", whole.dtype, part.shape, whole.file, start, start + size)
@@ -94,7 +96,8 @@ class FilesInParts(Mapping[str, TensorInfo]):
         if name not in self._parts:
             return self._files.read(name)
         part = self._parts[name]
-        return self._files.read(part.whole)[part.entry, part.start :: part.step].reshape(part.shape)
+        entry = self._files.read(part.whole)[part.entry]
+        return (entry.T if part.transposed else entry)[part.rows].reshape(part.shape)
 
     def release(self, name: str) -> None:
         """As ``SafetensorsFile.release``; of a part, once all are through."""
@@ -105,3 +108,11 @@ class FilesInParts(Mapping[str, TensorInfo]):
 
     def close(self) -> None:
         self._files.close()
+
+
+def _shown(rows: slice) -> str:
+    """The rows as they follow another index; nothing where they are all."""
+    if rows == slice(None):
+        return ""
+    start, stop = ("" if end is None else end for end in (rows.start, rows.stop))
+    return f", {start}:{stop}" + ("" if rows.step is None else f":{rows.step}")
