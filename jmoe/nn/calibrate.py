@@ -1,6 +1,7 @@
 """``calibrate``: the ranges of activations, for recipes whose activation scales are given."""
 
 import functools
+import types
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jax import Array, lax
 
-from jmoe.arguments import as_array
+from jmoe.arguments import as_array, check_type, type_of
 from jmoe.backends import common
 from jmoe.backends.activation import as_activation
 from jmoe.backends.reference import matmul
@@ -113,8 +114,18 @@ def calibrate(
       A Calibration, for ``quantize_model``. Layers that the forward pass does not reach are not in it.
 
     Raises:
-      ValueError: no batches, or a layer met a value that is not finite.
+      ValueError: no batches, or a layer met a value that is not finite; TypeError: ``model`` is no module, ``batches``
+        are no iterable, or there is no function to run.
     """
+    check_type("model", model, nnx.Module, "an nnx.Module")
+    if forward is None and not callable(model):
+        raise TypeError(f"model is {type_of(model)}, which cannot be called: pass forward")
+    if forward is not None and not callable(forward):
+        check_type("forward", forward, types.FunctionType, "a function (model, batch) -> anything, or None")
+    try:
+        remaining = iter(batches)
+    except TypeError as error:
+        raise TypeError(f"batches is {type_of(batches)}, but it is an iterable of pytrees of arrays") from error
     observed = nnx.clone(model)
     layers = [node for node in walk.modules(observed) if isinstance(node.module, (Linear, FusedMoE, *FLAX_LAYERS))]
     for node in layers:
@@ -126,7 +137,7 @@ def calibrate(
     how = _How(code, graphdef)
     own = jax.jit(functools.partial(_step, how))
     ran = False
-    for batch in batches:
+    for batch in remaining:
         run = program(_step, how, code, observations, rest, batch) or own
         observations, ran = run(observations, rest, batch), True
     if not ran:

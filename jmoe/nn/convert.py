@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
+from jmoe.arguments import check_type
 from jmoe.backends.spec import DeviceSpec
-from jmoe.nn import flax_layers, param, walk
+from jmoe.nn import flax_layers, options, param, walk
 from jmoe.nn.calibrate import Calibration
 from jmoe.nn.experts import quantize_experts
 from jmoe.nn.flax_layers import FLAX_LAYERS, from_flax
@@ -131,6 +132,9 @@ def quantize_model(
         product is not known, or that lacks calibration; TypeError: rules that are none, or a layer that holds or
         computes in what a ``Linear`` does not. Nothing is changed then.
     """
+    check_type("model", model, nnx.Module, "an nnx.Module")
+    check_type("calibration", calibration, (Calibration, type(None)), "what jmoe.nn.calibrate returns, or None")
+    options.flag("sqnr", sqnr)
     nodes = [node for node in walk.modules(model) if isinstance(node.module, (Linear, FusedMoE, *FLAX_LAYERS))]
     decisions = decide_all(rules, [node.paths for node in nodes])
     scales = {}

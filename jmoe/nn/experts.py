@@ -2,11 +2,14 @@
 
 import functools
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jmoe.arguments import as_array, type_of
 from jmoe.qtensor import QTensor
 from jmoe.quantize import quantize
 from jmoe.scheme import Recipe
@@ -17,18 +20,17 @@ Parts = tuple[Array, ...]
 def first_weight(w13: Array | tuple[Array, Array], recipe: Recipe, *, layout: str, gated: bool) -> Array | QTensor:
     """w13 (E, halves, I, H) from any of the forms that ``FusedMoE.from_dense`` takes, quantized as the recipe says."""
     _check_layout(layout)
-    parts = tuple(jnp.asarray(part) for part in (w13 if isinstance(w13, tuple | list) else (w13,)))
+    parts = _pair("w13", w13, "(E, I, H)") if isinstance(w13, tuple | list) else (as_array("w13", w13),)
     shapes = " and ".join(str(part.shape) for part in parts)
     halves = 2 if gated else 1
     if len(parts) > 1:
-        if not gated or len(parts) != 2 or parts[0].shape != parts[1].shape or parts[0].ndim != 3:
+        if not gated or parts[0].shape != parts[1].shape or parts[0].ndim != 3:
             raise ValueError(f"w13 has shapes {shapes}, but a pair is gate and up of one shape (E, I, H)")
         return _shaped(parts, recipe, "pair", layout)
     (w,) = parts
     if w.ndim == 4 and layout == "out_in" and w.shape[1] == halves:
         return quantize_experts(w, recipe, first=True)
-    rows = w.shape[-2 if layout == "out_in" else -1]
-    if w.ndim != 3 or rows % halves:
+    if w.ndim != 3 or w.shape[-2 if layout == "out_in" else -1] % halves:
         form = "(E, 2I, H) or (E, 2, I, H)" if gated else "(E, I, H) or (E, 1, I, H)"
         form = form if layout == "out_in" else ("(E, H, 2I)" if gated else "(E, H, I)")
         raise ValueError(f"w13 has shape {shapes}, but with layout={layout!r} it is {form}")
@@ -38,7 +40,7 @@ def first_weight(w13: Array | tuple[Array, Array], recipe: Recipe, *, layout: st
 def second_weight(w2: Array, recipe: Recipe, *, layout: str) -> Array | QTensor:
     """w2 (E, H, I) from (E, H, I), or (E, I, H) with layout "in_out", quantized as the recipe says."""
     _check_layout(layout)
-    w2 = jnp.asarray(w2)
+    w2 = as_array("w2", w2)
     if w2.ndim != 3:
         form = "(E, H, I)" if layout == "out_in" else "(E, I, H)"
         raise ValueError(f"w2 has shape {w2.shape}, but with layout={layout!r} it is {form}")
@@ -47,10 +49,20 @@ def second_weight(w2: Array, recipe: Recipe, *, layout: str) -> Array | QTensor:
 
 def first_bias(b13: Array | tuple[Array, Array], *, gated: bool) -> Array:
     """b13 (E, halves, I) from (E, 2I), a pair of (E, I), (E, halves, I), or ungated (E, I)."""
+    halves = 2 if gated else 1
     if isinstance(b13, tuple | list):
-        return jnp.stack(b13, axis=1)
-    b13 = jnp.asarray(b13)
-    return b13 if b13.ndim == 3 else b13.reshape(b13.shape[0], 2 if gated else 1, -1)
+        gate, up = _pair("b13", b13, "(E, I)")
+        if not gated or gate.shape != up.shape or gate.ndim != 2:
+            shapes = f"{gate.shape} and {up.shape}"
+            raise ValueError(f"b13 has shapes {shapes}, but a pair is gate and up of one shape (E, I)")
+        return jnp.stack((gate, up), axis=1)
+    b13 = as_array("b13", b13)
+    if b13.ndim == 3:
+        return b13
+    if b13.ndim != 2 or b13.shape[1] % halves:
+        form = "(E, 2I) or (E, 2, I)" if gated else "(E, I) or (E, 1, I)"
+        raise ValueError(f"b13 has shape {b13.shape}, but it is {form}")
+    return b13.reshape(b13.shape[0], halves, b13.shape[1] // halves)
 
 
 def quantize_experts(w: Array, recipe: Recipe, *, first: bool) -> Array | QTensor:
@@ -63,6 +75,13 @@ def quantize_experts(w: Array, recipe: Recipe, *, first: bool) -> Array | QTenso
     if recipe.weight is None:
         return w
     return _shaped((w,), recipe, "first" if first else "second", "out_in")
+
+
+def _pair(name: str, parts: Sequence[Any], axes: str) -> tuple[Array, Array]:
+    """Gate and up."""
+    if len(parts) != 2:
+        raise ValueError(f"{name} is {type_of(parts)} of {len(parts)}, but gate and up are a pair of arrays {axes}")
+    return as_array(f"{name}[0]", parts[0]), as_array(f"{name}[1]", parts[1])
 
 
 def _check_layout(layout: str) -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import checkify
 
-from jmoe.arguments import COMPUTE_DTYPES, float_dtype
+from jmoe.arguments import COMPUTE_DTYPES, as_array, float_dtype
 from jmoe.config import config
 from jmoe.nn import options
 
@@ -64,8 +64,10 @@ class KVCache:
 
         Raises:
           ValueError: shapes that do not fit, or S > S_max. That there is room left can only be checked at run time, and
-            is under ``jmoe.config(check=True)``; without it, tokens beyond S_max overwrite the last ones.
+            is under ``jmoe.config(check=True)``; without it, tokens beyond S_max overwrite the last ones. TypeError:
+            what is no array.
         """
+        keys, values = as_array("keys", keys), as_array("values", values)
         batch, max_len, heads, head_dim = self.keys.shape
         for name, new in (("keys", keys), ("values", values)):
             if new.ndim != 4 or (new.shape[0], *new.shape[2:]) != (batch, heads, head_dim) or new.shape[1] > max_len:
@@ -86,6 +88,11 @@ class KVCache:
         )
 
     def mask(self, queries: int) -> Array:
-        """Which entries each of the last ``queries`` tokens may attend to, itself included: bool (queries, S_max)."""
+        """Which entries each of the last ``queries`` tokens may attend to, itself included: bool (queries, S_max).
+
+        Raises:
+          ValueError: a negative number; TypeError: no integer.
+        """
+        queries = options.extent("queries", queries, least=0)
         query = self.position - jnp.int32(queries) + jnp.arange(queries, dtype=jnp.int32)
         return jnp.arange(self.max_len, dtype=jnp.int32) <= query[:, None]

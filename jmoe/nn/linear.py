@@ -97,6 +97,7 @@ class Linear(nnx.Module):
     ) -> None:
         self.in_features = options.extent("in_features", in_features)
         self.out_features = options.extent("out_features", out_features)
+        options.check_rngs(rngs)
         options.check_activation(activation, 1)
         self.activation = activation
         self.dtype = options.optional_dtype("dtype", dtype)
@@ -116,7 +117,7 @@ class Linear(nnx.Module):
         static = how.input is not None and how.input.static
         param.set_weight(self, "weight", weight, self.sharding, input_scale=1.0 if static else None, scale_shapes=[()])
         self.bias = nnx.data(None)
-        if use_bias:
+        if options.flag("use_bias", use_bias):
             self.set_bias(jnp.zeros((out_features,), param_dtype))
 
     @classmethod

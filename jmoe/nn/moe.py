@@ -120,6 +120,16 @@ class FusedMoE(nnx.Module):
         check_type("routing", routing, Routing, "a jmoe.Routing")
         num_experts = options.extent("num_experts", num_experts)
         routing.check_experts(num_experts + routing.n_identity)
+        for name, value in (
+            ("gated", gated),
+            ("use_bias", use_bias),
+            ("router_bias", router_bias),
+            ("correction_bias", correction_bias),
+            ("shared_gate", shared_gate),
+        ):
+            options.flag(name, value)
+        options.check_rngs(rngs)
+        options.check_shared(shared)
         if shared_gate and shared is None:
             raise ValueError("shared_gate=True gates a shared expert, but shared is None")
         local = num_experts
@@ -231,6 +241,7 @@ class FusedMoE(nnx.Module):
           ValueError: shapes that do not fit each other, or an unknown layout.
         """
         how = as_recipe(recipe)
+        options.flag("gated", gated)
         return cls.from_quantized(
             ex.first_weight(w13, how, layout=layout, gated=gated),
             ex.second_weight(w2, how, layout=layout),
@@ -280,6 +291,7 @@ class FusedMoE(nnx.Module):
           ValueError: shapes that do not fit each other; TypeError: dtypes, or an option that the weights decide.
         """
         check_type("routing", routing, Routing, "a jmoe.Routing")
+        options.check_shared(shared)
         decided = ("recipe", "rngs", "router_dtype", "shared_gate", "gated", "num_local_experts")
         options.refuse(others, decided, "the arrays that are given decide")
         w13, w2 = param.checked_weight("w13", w13), param.checked_weight("w2", w2)

@@ -4,7 +4,10 @@ import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jmoe.arguments import COMPUTE_DTYPES, float_dtype
+import numpy as np
+from flax import nnx
+
+from jmoe.arguments import COMPUTE_DTYPES, check_type, float_dtype, type_of
 from jmoe.backends.activation import Activation, as_activation
 from jmoe.backends.select import IMPLEMENTATIONS
 
@@ -20,6 +23,25 @@ def extent(name: str, value: Any, *, least: int = 1) -> int:
     if value < least:
         raise ValueError(f"{name}={value} must be at least {least}")
     return int(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """``value`` as a bool; a TypeError names what is none."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name}={value!r} must be True or False")
+    return bool(value)
+
+
+def check_rngs(rngs: Any) -> None:
+    """Raises TypeError unless it is an ``nnx.Rngs``, or None."""
+    check_type("rngs", rngs, (nnx.Rngs, type(None)), "an nnx.Rngs, such as nnx.Rngs(0), or None")
+
+
+def check_shared(shared: Any) -> None:
+    """Raises TypeError unless it is a module that can be called, or None."""
+    check_type("shared", shared, (nnx.Module, type(None)), "an nnx.Module x -> y, or None")
+    if shared is not None and not callable(shared):
+        raise TypeError(f"shared is {type_of(shared)}, which cannot be called, but it is a module x -> y")
 
 
 def optional_dtype(name: str, value: Any) -> Any:

@@ -1,5 +1,6 @@
 """Equal layers as one stacked module, applied by ``lax.scan`` without copying their weights."""
 
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -9,7 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
-from jmoe.nn import param
+from jmoe.arguments import check_type, type_of
+from jmoe.nn import options, param
 from jmoe.nn.compiled import Code, program
 from jmoe.nn.linear import Linear
 from jmoe.nn.moe import FusedMoE
@@ -29,8 +31,11 @@ def stack_layers(layers: Sequence[Module]) -> Module:
       A module of their kind, for ``scan_layers`` or ``nnx.scan``. Sharding metadata get a leading None.
 
     Raises:
-      ValueError: no layers, or layers that differ in more: structure, shapes, recipes.
+      ValueError: no layers, or layers that differ in more: structure, shapes, recipes; TypeError: what are no modules.
     """
+    check_type("layers", layers, (list, tuple, nnx.List), "a list of modules")
+    for i, layer in enumerate(layers):
+        check_type(f"layers[{i}]", layer, nnx.Module, "an nnx.Module")
     if not layers:
         raise ValueError("layers is empty; stacking needs at least one")
     graphdef, first = nnx.split(layers[0])
@@ -92,14 +97,22 @@ def scan_layers(
       carry: any pytree of arrays; its shapes and dtypes stay.
       slice_params: slice weights that are not quantized too. It is for training them: the gradient of an indexed stack
         is as large as the stack, in every step.
-      unroll: layers a step of the compiled loop.
+      unroll: layers a step of the compiled loop, at least 1.
 
     Returns:
       The last carry.
 
     Raises:
-      ValueError: variables whose leading axes differ, or ``body`` changes a weight or adds a variable.
+      ValueError: variables whose leading axes differ, or ``body`` changes a weight or adds a variable; TypeError:
+        arguments of other types, or ``body`` returns a carry of another structure, shape or dtype.
     """
+    if not callable(body):
+        check_type("body", body, types.FunctionType, "a function (layer, carry) -> carry")
+    check_type("layers", layers, nnx.Module, "a stacked nnx.Module")
+    slice_params = options.flag("slice_params", slice_params)
+    unroll = options.extent("unroll", unroll)
+    for path, leaf in jax.tree.leaves_with_path(carry):
+        _carried(f"carry{jax.tree_util.keystr(path)}", leaf)
     graphdef, state = nnx.split(layers)
     modules = [(path, m) for path, m in _weighted(layers) if m.layer is not None or not (slice_params and _is_dense(m))]
     how = _How(
@@ -176,7 +189,9 @@ def _scan(how: _How, state: nnx.State, carry: Carry) -> tuple[Carry, dict[int, A
         modules = dict(_weighted(layer))
         for path, nested in how.modules:
             modules[path].layer = group_index[(*path, "layer")] * jnp.int32(length) + index if nested else index
+        before_body = carry
         carry = how.body.function(layer, carry)
+        _check_carry(before_body, carry)
         _check_shared(layer, shared)
         after = _values(how, layer)
         _check_same_names(before, after)
@@ -241,6 +256,32 @@ def _with(leaf: Any, value: Any) -> Any:
 
 def _values(how: _How, module: nnx.Module) -> dict[Path, Any]:
     return {path: _raw(leaf) for path, leaf in _leaves(how, nnx.state(module)).items()}
+
+
+def _carried(name: str, leaf: Any) -> Any:
+    """The type of a carry's leaf; a TypeError names what is no array."""
+    try:
+        return jax.typeof(leaf)
+    except (TypeError, OverflowError) as error:
+        raise TypeError(f"{name} is {type_of(leaf)}, but a carry is a pytree of arrays ({error})") from error
+
+
+def _check_carry(given: Any, found: Any) -> None:
+    """Raises TypeError where a body returns another kind of carry than it was given."""
+    leaves, structure = jax.tree.flatten_with_path(given)
+    news, other = jax.tree.flatten(found)
+    if other != structure:
+        what = "None" if found is None else f"a carry of structure {other}"
+        raise TypeError(f"body returns {what}, but it is given, and returns, a carry of structure {structure}")
+    for (path, old), new in zip(leaves, news, strict=True):
+        name = f"carry{jax.tree_util.keystr(path)}"
+        was, now = _carried(name, old), _carried(f"body returns a {name} that", new)
+        if not (isinstance(was, jax.core.ShapedArray) and isinstance(now, jax.core.ShapedArray)):
+            continue
+        # What starts as a Python number takes the dtype that it comes back in.
+        if was.shape != now.shape or (was.dtype != now.dtype and not was.weak_type):
+            returned, given_as = (_describe((aval.shape, aval.dtype)) for aval in (now, was))
+            raise TypeError(f"body returns {name} as {returned}, but it is given {given_as}: both stay as they are")
 
 
 def _check_shared(layer: nnx.Module, shared: dict[Path, Any]) -> None:

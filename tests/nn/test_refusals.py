@@ -7,7 +7,16 @@ import pytest
 from flax import nnx
 
 import jmoe
-from jmoe.nn import FusedMoE, KVCache, Linear, QuantizedParam, scan_layers, stack_layers
+from jmoe.nn import (
+    FusedMoE,
+    KVCache,
+    Linear,
+    QuantizedParam,
+    calibrate,
+    quantize_model,
+    scan_layers,
+    stack_layers,
+)
 
 E, H, I = 4, 8, 16
 ROUTING = jmoe.Routing(top_k=2, renormalize=True)
@@ -163,6 +172,9 @@ def test_what_given_weights_decide_is_no_option():
         ({"param_dtype": "int4"}, TypeError, "param_dtype=int4 must be"),
         ({"preferred_element_type": "float64"}, TypeError, "preferred_element_type=float64 must be"),
         ({"recipe": "int5"}, ValueError, "int5"),
+        ({"use_bias": "a"}, TypeError, "use_bias='a' must be True or False"),
+        ({"rngs": 3}, TypeError, "rngs=3 must be an nnx.Rngs, such as"),
+        ({"rngs": jax.random.key(0)}, TypeError, "rngs is .* must be an nnx.Rngs"),
     ],
 )
 def test_a_linear_is_refused_where_it_is_made(changes, error, message):
@@ -186,6 +198,14 @@ def test_a_linear_is_refused_where_it_is_made(changes, error, message):
         ({"expert_map": [0, 1, 2, 9]}, ValueError, "expert_map holds 9, but it holds local slots from 0 to 3, and -1"),
         ({"expert_map": np.asarray([0, -2, 1, 2])}, ValueError, "expert_map holds -2"),
         ({"expert_map": [0, 1, -1, 2], "num_local_experts": 2}, ValueError, "expert_map holds 2, .* from 0 to 1"),
+        ({"gated": "a"}, TypeError, "gated='a' must be True or False"),
+        ({"use_bias": "a"}, TypeError, "use_bias='a' must be True or False"),
+        ({"router_bias": 1}, TypeError, "router_bias=1 must be True or False"),
+        ({"correction_bias": None}, TypeError, "correction_bias=None must be True or False"),
+        ({"shared_gate": "a"}, TypeError, "shared_gate='a' must be True or False"),
+        ({"shared": 3}, TypeError, "shared=3 must be an nnx.Module"),
+        ({"shared": nnx.List([])}, TypeError, "shared is a List, which cannot be called"),
+        ({"rngs": 3}, TypeError, "rngs=3 must be an nnx.Rngs, such as"),
         ({"num_local_experts": -1, "expert_map": [-1] * 4}, ValueError, "num_local_experts=-1 must be at least 0"),
     ],
 )
@@ -276,3 +296,128 @@ def test_a_rank_without_experts_has_the_router_of_the_others(recipe):
     assert nowhere.qw13.shape == (0, 2, I, H) and nowhere.qw2.shape == (0, H, I)
     np.testing.assert_array_equal(nowhere.router_weight.get_value(), moe(recipe=recipe).router_weight.get_value())
     assert nowhere(jnp.ones((3, H))).tolist() == [[0] * H] * 3
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        ({"w13": (jnp.ones((E, I, H)),)}, ValueError, "w13 is a tuple of 1, but gate and up are a pair of arrays"),
+        ({"w13": (jnp.ones((E, I, H)), None)}, TypeError, r"w13\[1\] is None, but it is an array"),
+        ({"w13": jnp.ones((H,))}, ValueError, r"w13 has shape \(8,\), but with layout='out_in' it is"),
+        ({"w2": None}, TypeError, "w2 is None, but it is an array"),
+        ({"b13": (jnp.ones((E, I)),)}, ValueError, "b13 is a tuple of 1, but gate and up are a pair of arrays"),
+        (
+            {"b13": (jnp.ones((E, I)), jnp.ones((E, H)))},
+            ValueError,
+            r"b13 has shapes \(4, 16\) and \(4, 8\), but a pair",
+        ),
+        ({"b13": jnp.ones((E, 3))}, ValueError, r"b13 has shape \(4, 3\), but it is \(E, 2I\) or \(E, 2, I\)"),
+        ({"b13": 1.0}, ValueError, r"b13 has shape \(\), but it is"),
+        ({"gated": 2}, TypeError, "gated=2 must be True or False"),
+        ({"shared": "a"}, TypeError, "shared='a' must be an nnx.Module"),
+    ],
+)
+def test_what_is_no_experts_weight_is_named(changes, error, message):
+    arguments = {"w13": (jnp.ones((E, I, H)), jnp.ones((E, I, H))), "w2": jnp.ones((E, H, I)), "routing": ROUTING}
+    with pytest.raises(error, match=message):
+        FusedMoE.from_dense(**{**arguments, "router_weight": jnp.ones((E, H)), **changes})
+
+
+def test_a_pair_of_biases_is_gate_and_up():
+    w = jnp.ones((1, 3, 2))
+    layer = FusedMoE.from_dense(
+        (w, w),
+        jnp.ones((1, 2, 3)),
+        jmoe.Routing(top_k=1),
+        router_weight=jnp.ones((1, 2)),
+        b13=[[[1.0] * 3], [[2.0] * 3]],
+    )
+    assert layer.b13.get_value().tolist() == [[[1, 1, 1], [2, 2, 2]]]
+
+
+def applied(layer, x):
+    return layer(x)
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        ({"slice_params": "a"}, TypeError, "slice_params='a' must be True or False"),
+        ({"unroll": 0}, ValueError, "unroll=0 must be at least 1"),
+        ({"unroll": 1.5}, TypeError, "unroll=1.5 must be an integer"),
+        ({"body": 3}, TypeError, "body=3 must be a function"),
+        ({"layers": 3}, TypeError, "layers=3 must be a stacked nnx.Module"),
+        ({"carry": "a"}, TypeError, "carry is a str, but a carry is a pytree of arrays"),
+        ({"carry": {"x": [1, object()]}}, TypeError, r"carry\['x'\]\[1\] is an object, but a carry"),
+        ({"body": lambda layer, x: None}, TypeError, "body returns None, but it is given, and returns, a carry"),
+        ({"body": lambda layer, x: (x, x)}, TypeError, r"body returns a carry of structure PyTreeDef\(\(\*, \*\)\)"),
+        (
+            {"body": lambda layer, x: x.astype("float16")},
+            TypeError,
+            r"body returns carry as float16\[2\], but it is given float32\[2\]",
+        ),
+        (
+            {"body": lambda layer, c: {"x": c["x"][None]}, "carry": {"x": np.ones(2)}},
+            TypeError,
+            r"body returns carry\['x'\] as float32\[1, 2\], but it is given float32\[2\]",
+        ),
+        ({"body": lambda layer, x: "a"}, TypeError, "body returns a carry that is a str, but a carry"),
+    ],
+)
+def test_a_scan_is_refused_before_jax_meets_it(changes, error, message):
+    arguments = {"body": applied, "layers": stack_layers([Linear(2, 2)] * 2), "carry": jnp.ones((2,)), **changes}
+    with pytest.raises(error, match=message):
+        scan_layers(**arguments)
+    with pytest.raises(error, match=message):
+        jax.jit(lambda: scan_layers(**arguments))()
+
+
+def test_a_carry_that_starts_as_a_number_takes_its_dtype_from_the_body():
+    layers = stack_layers([Linear.from_dense(jnp.eye(2))] * 3)
+    _, count = scan_layers(lambda layer, c: (layer(c[0]), c[1] + c[0][0]), layers, (jnp.ones((2,)), 0))
+    assert count.dtype == jnp.float32 and count == 3
+
+
+def test_what_is_stacked_are_modules():
+    with pytest.raises(TypeError, match="layers=3 must be a list of modules"):
+        stack_layers(3)
+    with pytest.raises(TypeError, match="layers is a Linear, but it must be a list of modules"):
+        stack_layers(Linear(2, 2))
+    with pytest.raises(TypeError, match=r"layers\[1\]=3 must be an nnx.Module"):
+        stack_layers([Linear(2, 2), 3])
+    assert stack_layers(nnx.List([Linear(2, 2)])).stack_shape == (1,)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda m: quantize_model(3, []), "model=3 must be an nnx.Module"),
+        (
+            lambda m: quantize_model(m, [], calibration=3),
+            "calibration=3 must be what jmoe.nn.calibrate returns, or None",
+        ),
+        (lambda m: quantize_model(m, [], sqnr="a"), "sqnr='a' must be True or False"),
+        (lambda m: calibrate(3, []), "model=3 must be an nnx.Module"),
+        (lambda m: calibrate(m, 3), "batches is an int, but it is an iterable of pytrees of arrays"),
+        (lambda m: calibrate(m, jnp.float32(3)), "batches is .*, but it is an iterable"),
+        (lambda m: calibrate(m, [], forward=3), "forward=3 must be a function"),
+        (lambda m: calibrate(nnx.List([m]), []), "model is a List, which cannot be called: pass forward"),
+    ],
+)
+def test_models_calibration_and_batches_are_what_they_are_called(call, message):
+    with pytest.raises(TypeError, match=message):
+        call(nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0))))
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda c: c.mask(-1), ValueError, "queries=-1 must be at least 0"),
+        (lambda c: c.mask("a"), TypeError, "queries='a' must be an integer"),
+        (lambda c: c.update(3, 4), ValueError, r"keys has shape \(\), but this cache takes \(1, S <= 4, 1, 1\)"),
+        (lambda c: c.update(c.keys, None), TypeError, "values is None, but it is an array"),
+    ],
+)
+def test_a_cache_refuses_what_it_cannot_hold(call, error, message):
+    with pytest.raises(error, match=message):
+        call(KVCache.init(1, 4, 1, 1))
