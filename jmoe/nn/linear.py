@@ -26,6 +26,9 @@ class Linear(nnx.Module):
     .. math::
       y = \mathrm{activation}(x W^T + b)
 
+    Created without ``rngs`` the weight is zero throughout, and so is every result without a bias, until the weight is
+    set: from a checkpoint, say. ``from_dense`` and ``from_quantized`` take weights that are there.
+
     A quantized :math:`W` enters at the values that its codes and scales stand for, and x is quantised on the fly where
     the recipe says so. Product, scales, bias and activation are float32; the result is cast once.
 
@@ -65,7 +68,7 @@ class Linear(nnx.Module):
       sharding: the mesh axis over which each of the axes (out, in) is sharded, for Flax's sharding metadata; as in Flax
         a name needs a mesh in force (``jax.set_mesh``) or ``nnx.use_eager_sharding(False)``.
       implementation: taken by name (default: the selector's choice).
-      rngs: rng key; None leaves weight and bias zero, to be filled.
+      rngs: keys of the initial weight; None (default) leaves weight and bias zero.
 
     Raises:
       ValueError: features that are not positive, an activation, recipe or implementation that is not known;

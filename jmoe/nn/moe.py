@@ -29,6 +29,9 @@ class FusedMoE(nnx.Module):
       y = \sum_{j \in \mathrm{top}_k} p_j \, \mathrm{expert}_j(x) \; (+ \; g(x) \, \mathrm{shared}(x)), \qquad
       \mathrm{expert}_e(x) = W_{2,e} \, \mathrm{act}(W_{13,e} \, x + b_{13,e}) + b_{2,e}
 
+    Created without ``rngs`` router and experts are zero throughout, and so is the experts' sum, until they are set,
+    from a checkpoint, say. ``from_dense`` and ``from_quantized`` take weights that are there.
+
     Router logits, scores and the sum over experts are float32, whatever x is. The shared expert is added as it is,
     without the router's weights or scale; with ``shared_gate`` it is multiplied by g(x) = sigmoid(x . gate)
     (Qwen2-MoE).
@@ -79,7 +82,7 @@ class FusedMoE(nnx.Module):
       router_dtype: dtype in which the router's weight is held (default: float32).
       sharding: the mesh axis over which each of (experts, intermediate, hidden) is sharded; see ``Linear``.
       implementation: taken by name (default: the selector's choice).
-      rngs: rng key; None leaves all zero, to be filled.
+      rngs: keys of the initial weights; None (default) leaves all of them zero.
     """
 
     weight_names = ("w13", "w2")

@@ -89,7 +89,8 @@ def scan_layers(
     ``body`` may scan over layers itself: of groups of layers, stacked twice, it is given one group.
 
     Outside ``jax.jit`` the loop is compiled once for a body, shapes and structure. It is compiled anew in each call
-    where the body reads arrays that it is not given, from a closure or a global, for the program then holds them.
+    where the body reads arrays that it is not given, from a closure or a global, for the program then holds them; and,
+    as ``lax.scan`` is, under ``jax.grad``, ``jax.jvp`` and ``jax.vmap`` outside ``jax.jit``.
 
     Args:
       body: (layer, carry) -> carry, where layer is like ``layers`` without the leading axis.

@@ -68,6 +68,8 @@ def fused_moe(
       weight_on_input: the weight multiplies x, in x's dtype before quantisation, instead of the result (k = 1 only).
       expert_map: integers (E_global,), the local slot of each expert or -1; ids then count E_global.
       layer: index of the layer in stacked weights; the implementation indexes, so that nothing is copied.
+        A number outside [0, L) raises; one that is traced, or on a device, does so under ``jmoe.config(check=True)``
+        only: without it XLA clamps the index, and kernels read whatever is there.
       accumulation: as for ``linear``.
       preferred_element_type: dtype of the result; x's by default, bfloat16 for a quantized x.
       implementation: "triton", "xla" or "reference"; None lets the selector choose.
@@ -138,7 +140,7 @@ def batched_experts(
       x: (E, T_max, H) bfloat16, float16 or float32, or a QTensor; rows beyond counts may hold anything, even NaN.
       counts: integers (E,), valid rows of each expert; clipped to [0, T_max], and a value outside raises under
         ``jmoe.config(check=True)``.
-      w13, w2, and the options: as for ``fused_moe``.
+      w13, w2, and the options: as for ``fused_moe``, a ``layer`` outside [0, L) too.
 
     Returns:
       (E, T_max, H). On a mesh with explicit axes, sharded as x is.
