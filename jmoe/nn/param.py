@@ -25,6 +25,9 @@ from pallas_kernels.layouts import Layout
 AxisName = str | tuple[str, ...] | None
 """A mesh axis (or a logical one, or several) that an array axis is sharded over; None is not at all."""
 
+_LETTERS = {"weight": ("N", "K"), "w13": ("E", "halves", "I", "H"), "w2": ("E", "H", "I")}
+"""The last axes of the weights of our modules."""
+
 _PARTS = {"data": "", "scale": "_scale", "global_scale": "_global_scale", "zero_point": "_zero_point"}
 
 
@@ -49,9 +52,19 @@ class WeightFormat:
 
 
 def checked_axes(argument: str, axes: Sequence[AxisName], meaning: Sequence[str]) -> tuple[AxisName, ...]:
-    """``axes`` as a tuple, one name for each of the axes that ``meaning`` lists."""
+    """``axes`` as a tuple, one name for each of the axes that ``meaning`` lists.
+
+    Raises:
+      TypeError: no sequence, or something that is no name; ValueError: another number of them.
+    """
+    wanted = f"must name one mesh axis, or None, for each of ({', '.join(meaning)})"
+    if isinstance(axes, str) or not isinstance(axes, Sequence | PartitionSpec):
+        raise TypeError(f"{argument}={axes!r} {wanted}, in a sequence")
     if len(axes) != len(meaning):
-        raise ValueError(f"{argument}={axes!r} must name one mesh axis, or None, for each of ({', '.join(meaning)})")
+        raise ValueError(f"{argument}={axes!r} {wanted}")
+    for names in axes:
+        if names is not None and not all(isinstance(n, str) for n in (names if isinstance(names, tuple) else (names,))):
+            raise TypeError(f"{argument}={axes!r} {wanted}, and {names!r} is no name and no tuple of names")
     return tuple(axes)
 
 
@@ -132,9 +145,11 @@ def set_weight(
       scale_shapes: the shapes that scale may have.
 
     Raises:
-      ValueError: a scale is missing or not wanted, has another shape, or is not positive and finite.
+      ValueError: a scale is missing or not wanted, has another shape, or is not positive and finite; or the mesh in
+        force cannot hold ``w`` so.
     """
     axes = (None,) * (w.ndim - len(axes)) + tuple(axes)
+    _check_placement(name, w, axes)
     fmt = WeightFormat(w.scheme, w.input_scheme, w.layout, w.odd_k) if isinstance(w, QTensor) else None
     values: dict[str, nnx.Variable | None] = {input_scale_name(name): _input_scale(module, name, fmt, input_scale)}
     scale = values[input_scale_name(name)]
@@ -154,6 +169,44 @@ def set_weight(
     setattr(module, name + "_format", nnx.static(fmt))
     for attribute, value in values.items():
         setattr(module, attribute, nnx.data(value))
+
+
+def _check_placement(name: str, w: Array | QTensor, axes: Sequence[AxisName]) -> None:
+    """Raises ValueError unless the mesh in force can hold ``w`` so; Flax places variables as soon as they are made."""
+    held = w.data.shape if isinstance(w, QTensor) else w.shape
+    split = {axis: names for axis, names in enumerate(axes) if names and held[axis] != 1}
+    if not split or not nnx.using_eager_sharding():
+        return
+    mesh, used = jax.sharding.get_abstract_mesh(), set[str]()
+    if mesh.empty:
+        raise ValueError(
+            f"sharding names {next(iter(split.values()))!r} for {name}, but no mesh is in force: enter one with "
+            "jax.set_mesh, or keep names alone under nnx.use_eager_sharding(False)"
+        )
+    for axis, names in split.items():
+        (resolved,) = _on_mesh((names,))
+        parts = () if resolved is None else resolved if isinstance(resolved, tuple) else (resolved,)
+        for part in parts:
+            if part not in mesh.axis_names:
+                known = ", ".join(map(str, mesh.axis_names))
+                raise ValueError(
+                    f"sharding names {part!r} for {name}, but {part!r} is no axis of the mesh in force; it has {known}"
+                )
+            if part in used:
+                raise ValueError(f"sharding names the mesh axis {part!r} twice for {name}, but it splits one axis")
+            used.add(part)
+        extent, count = w.shape[axis], _mesh_extent(names)
+        letters = _LETTERS[name]
+        letter = letters[axis - w.ndim] if w.ndim - axis <= len(letters) else f"axis {axis}"
+        where = f"devices along {', '.join(parts)} that sharding splits it over"
+        if extent % count:
+            spare = "; spare slots and an expert_map (jmoe.parallel) make it" if letter == "E" else ""
+            raise ValueError(f"{name} has {letter} = {extent}, no multiple of the {count} {where}{spare}")
+        if held[axis] % count:
+            raise ValueError(
+                f"{name} has {letter} = {extent} in {held[axis]} bytes of two codes each, no multiple of the {count} "
+                f"{where}"
+            )
 
 
 def _input_scale(module: nnx.Module, name: str, fmt: WeightFormat | None, scale: Any) -> nnx.Variable | None:

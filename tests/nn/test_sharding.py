@@ -183,11 +183,119 @@ def test_a_sharded_flax_model_keeps_its_sharding_when_it_is_quantized():
 
 
 def test_as_in_flax_a_name_needs_a_mesh():
-    with pytest.raises(ValueError, match="mesh"):
+    message = r"sharding names 'model' for weight, but no mesh is in force: enter one with jax\.set_mesh, or keep names"
+    with pytest.raises(ValueError, match=message):
         Linear(8, 8, sharding=("model", None))
     with nnx.use_eager_sharding(False):
         layer = Linear(8, 8, sharding=("model", None))
     assert specs(layer) == {"weight": ("model", None)}
+
+
+@pytest.mark.parametrize(
+    "sharding, error, message",
+    [
+        ("abc", TypeError, r"sharding='abc' must name one mesh axis, or None, for each of \(.*\), in a sequence"),
+        (3, TypeError, r"sharding=3 must name one mesh axis, or None, for each of \(.*\), in a sequence"),
+        (("model",), ValueError, r"sharding=\('model',\) must name one mesh axis, or None, for each of \(.*\)$"),
+        ((1, 2, 3), TypeError, "and 1 is no name and no tuple of names"),
+        ((None, ("model", 2), None), TypeError, r"and \('model', 2\) is no name and no tuple of names"),
+    ],
+)
+def test_a_sharding_is_names(sharding, error, message):
+    with pytest.raises(error, match=message):
+        FusedMoE(8, 8, 4, ROUTING, sharding=sharding)
+
+
+def test_a_sharding_of_a_linear_is_two_names():
+    for sharding in ((1, 2), "abc", "ab"):
+        with pytest.raises(TypeError, match=r"must name one mesh axis, or None, for each of \(out, in\)"):
+            Linear(8, 8, sharding=sharding)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (
+            lambda: Linear(64, 30, sharding=("model", None)),
+            r"weight has N = 30, no multiple of the 4 devices along model ",
+        ),
+        (
+            lambda: Linear(62, 32, sharding=(None, "model")),
+            r"weight has K = 62, no multiple of the 4 devices along model ",
+        ),
+        (
+            lambda: Linear(62, 32, sharding=(None, ("data", "model"))),
+            r"weight has K = 62, no multiple of the 4 devices along data, model that sharding splits it over",
+        ),
+        (
+            lambda: Linear(20, 32, recipe="int4:group=1", sharding=(None, "model")),
+            r"weight has K = 20 in 10 bytes of two codes each, no multiple of the 4 devices along model that",
+        ),
+        (
+            lambda: Linear(64, 32, sharding=("tensor", None)),
+            "'tensor' is no axis of the mesh in force; it has data, model",
+        ),
+        (lambda: Linear(64, 32, sharding=("model", "model")), "names the mesh axis 'model' twice for weight"),
+        (
+            lambda: Linear.from_dense(jnp.ones((30, 64)), recipe="int8", sharding=("model", None)),
+            r"weight has N = 30, no multiple of the 4 devices along model",
+        ),
+        (
+            lambda: FusedMoE(32, 64, 6, ROUTING, sharding=("model", None, None)),
+            r"w13 has E = 6, no multiple of the 4 devices along model that sharding splits it over; spare slots",
+        ),
+        (
+            lambda: FusedMoE(32, 62, 4, ROUTING, sharding=(None, "model", None)),
+            r"w13 has I = 62, no multiple of the 4 devices along model that sharding splits it over",
+        ),
+        (
+            lambda: FusedMoE(32, 20, 4, ROUTING, recipe="int4:group=1", sharding=(None, "model", None)),
+            r"w2 has I = 20 in 10 bytes of two codes each, no multiple of the 4 devices along model that",
+        ),
+        (
+            lambda: FusedMoE(30, 64, 4, ROUTING, sharding=(None, None, "model")),
+            r"w13 has H = 30, no multiple of the 4 devices along model that sharding splits it over",
+        ),
+        (
+            lambda: FusedMoE(32, 64, 4, ROUTING, sharding=("model", "model", None)),
+            "sharding names the mesh axis 'model' twice for w13, but it splits one axis",
+        ),
+    ],
+)
+def test_a_mesh_that_cannot_hold_a_weight_is_named_with_what_does_not_fit(make, message, kind):
+    with jax.set_mesh(mesh(kind, (1, 4), ("data", "model"))):
+        for build in (make, lambda: create(make)):
+            with pytest.raises(ValueError, match=message):
+                build()
+
+
+def test_a_logical_name_without_a_rule_is_no_axis_and_two_may_not_come_to_one():
+    from flax import linen
+
+    with jax.set_mesh(mesh()), linen.logical_axis_rules((("ff", "model"), ("embed", None), ("heads", "model"))):
+        with pytest.raises(ValueError, match="'vocab' is no axis of the mesh in force; it has model"):
+            Linear(64, 32, sharding=("vocab", None))
+        with pytest.raises(ValueError, match="the mesh axis 'model' twice"):
+            Linear(64, 32, sharding=("ff", "heads"))
+        assert specs(Linear(63, 32, sharding=("ff", "embed"))) == {"weight": ("model", None)}
+
+
+@pytest.mark.parametrize("sharding", [(None, "model"), ("model", None)])
+def test_a_layer_refuses_groups_of_its_input_on_several_devices_and_takes_its_output(sharding):
+    w, x = (
+        jmoe.quantize(jax.random.normal(jax.random.key(0), (64, 64)), "mxfp8"),
+        jnp.linspace(-1, 1, 128).reshape(2, 64),
+    )
+    with jax.set_mesh(mesh()):
+        layer = Linear.from_quantized(w, sharding=sharding)
+        if sharding[1]:
+            with pytest.raises(
+                ValueError, match=r"every 32 of K, and the part of 16 that each of 4 devices along model"
+            ):
+                layer(x)
+        else:
+            np.testing.assert_allclose(layer(x), jmoe.linear(x, w), rtol=1e-5, atol=1e-5)
 
 
 def chosen(call, *args, device="h100"):
