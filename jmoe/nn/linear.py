@@ -243,8 +243,8 @@ class Linear(nnx.Module):
           ValueError: x does not fit, or the module is a stack of layers; TypeError: x is no such array.
         """
         param.check_single(self)
-        x = x if isinstance(x, QTensor) else as_array("x", x)
-        return mesh.apply(type(self)._apply, self, x, out_sharding, lambda: self._spec(x))
+        given: Any = x if isinstance(x, QTensor) else as_array("x", x)
+        return mesh.apply(type(self)._apply, self, given, out_sharding, lambda: self._spec(given))
 
     def _spec(self, x: Array) -> PartitionSpec:
         spec = tuple(nnx.get_partition_spec(self.weight).get_value())

@@ -269,8 +269,9 @@ def _carried(name: str, leaf: Any) -> Any:
 
 def _check_carry(given: Any, found: Any) -> None:
     """Raises TypeError where a body returns another kind of carry than it was given."""
-    leaves, structure = jax.tree.flatten_with_path(given)
-    news, other = jax.tree.flatten(found)
+    structure: Any = jax.tree.structure(given)
+    other: Any = jax.tree.structure(found)
+    leaves, news = jax.tree.leaves_with_path(given), jax.tree.leaves(found)
     if other != structure:
         what = "None" if found is None else f"a carry of structure {other}"
         raise TypeError(f"body returns {what}, but it is given, and returns, a carry of structure {structure}")
