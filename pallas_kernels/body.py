@@ -45,6 +45,12 @@ def grouped_order(program: Array, rows: int, cols: int, group: int) -> tuple[Arr
     return first + lax.rem(within, height), lax.div(within, height)
 
 
+def existing(index: Array, extent: int) -> Array:
+    """A scalar index as JAX takes it: a negative one counts from the end, and one outside is the nearest."""
+    index = jnp.where(index < 0, index + extent, index)
+    return jnp.clip(index, 0, extent - 1)
+
+
 def decode_scale(scale: Array) -> Array:
     """A scale as float32; uint8 is e8m0."""
     return bits.e8m0_to_f32(scale) if scale.dtype == jnp.uint8 else scale.astype(jnp.float32)

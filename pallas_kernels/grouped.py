@@ -135,7 +135,7 @@ class At(NamedTuple):
 def place(program: Array, w: Weights, rows: Rows, product: Product) -> At:
     """In a kernel: where the program is."""
     tile, columns = product.tile, w.data.shape[3]
-    layer = 0 if w.layer is None else load(w.layer, (0,))
+    layer = 0 if w.layer is None else body.existing(load(w.layer, (0,)), w.data.shape[0])
     part = body.rem(program, tile.split_k)
     tiles = pl.cdiv(columns, tile.block_n)
     order = body.grouped_order(body.div(program, tile.split_k), product.blocks(rows), tiles, tile.group)

@@ -30,6 +30,7 @@ class _Static(NamedTuple):
 
     names: tuple[str, ...]
     tile: MatmulTile
+    layers: int
     m: int
     n: int
     k: int
@@ -140,7 +141,7 @@ def _kernel(*refs: Any, static: _Static) -> None:
         pl.cdiv(static.n, tile.block_n),
         tile.group,
     )
-    layer = load(ref["layer"], (0,)) if "layer" in ref else jnp.int32(0)
+    layer = _layer(ref, static)
     # No masks in the loop: the last block of rows begins early enough to be whole, so that its rows lie at constant
     # distances (rows of two blocks get equal values); else rows and columns past the end repeat the last one, and
     # nothing of those is stored.
@@ -169,6 +170,12 @@ def _kernel(*refs: Any, static: _Static) -> None:
             store(out_ref, (part, *index), acc, mask=inside)
         else:
             store(out_ref, index, _epilogue(ref, at, acc, static).astype(out_ref.dtype), mask=inside)
+
+
+def _layer(ref: dict[str, Any], static: _Static) -> Array:
+    if "layer" not in ref:
+        return jnp.int32(0)
+    return body.existing(load(ref["layer"], (0,)), static.layers)
 
 
 class _At(NamedTuple):
@@ -305,7 +312,7 @@ def _finish_kernel(*refs: Any, static: _Static) -> None:
     across = pl.cdiv(static.n, tile.block_n)
     row_block, col_block = body.div(pl.program_id(0), across), body.rem(pl.program_id(0), across)
     row, col = row_block * tile.block_m + arange(tile.block_m), col_block * tile.block_n + arange(tile.block_n)
-    layer = load(ref["layer"], (0,)) if "layer" in ref else jnp.int32(0)
+    layer = _layer(ref, static)
     at = _At(layer, jnp.minimum(row, static.m - 1), jnp.minimum(col, static.n - 1), col_block)
     inside = (row < static.m)[:, None] & (col < static.n)[None, :]
     acc = jnp.zeros((tile.block_m, tile.block_n), jnp.float32)
@@ -353,6 +360,7 @@ def _checked(
     return _Static(
         names=(),
         tile=tile,
+        layers=layers,
         m=m,
         n=n,
         k=k,

@@ -50,7 +50,7 @@ def linear(
       input_scale: float32 (), the activation's scale where its scheme is static, and only there.
       layer: index of the layer in stacked weights; the implementation indexes, so that nothing is copied.
         A number outside [0, L) raises; one that is traced, or on a device, does so under ``jmoe.config(check=True)``
-        only: without it XLA clamps the index, and kernels read whatever is there.
+        only: without it the nearest layer is taken, as JAX does for indices.
       accumulation: "exact" promotes every 128 of K to float32, "fast" leaves K to the matrix unit; None is the
         recipe's default. Implementations that only have float32 sums are exact always.
       preferred_element_type: dtype of the result; x's by default, bfloat16 for a quantized x.

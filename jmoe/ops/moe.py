@@ -69,7 +69,7 @@ def fused_moe(
       expert_map: integers (E_global,), the local slot of each expert or -1; ids then count E_global.
       layer: index of the layer in stacked weights; the implementation indexes, so that nothing is copied.
         A number outside [0, L) raises; one that is traced, or on a device, does so under ``jmoe.config(check=True)``
-        only: without it XLA clamps the index, and kernels read whatever is there.
+        only: without it the nearest layer is taken, as JAX does for indices.
       accumulation: as for ``linear``.
       preferred_element_type: dtype of the result; x's by default, bfloat16 for a quantized x.
       implementation: "triton", "xla" or "reference"; None lets the selector choose.

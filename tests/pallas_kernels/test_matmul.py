@@ -165,8 +165,10 @@ def test_layer_indexes_stacked_weights(recipe, split_k):
     x = layers[0][0]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(w for _, w, _ in layers))
     biases = jnp.stack([bias for *_, bias in layers])
-    y = jax.jit(functools.partial(linear, tile=tile))(x, stacked, bias=biases, layer=jnp.int32(2))
-    np.testing.assert_array_equal(y, linear(x, layers[2][1], tile, bias=layers[2][2]))
+    run = jax.jit(functools.partial(linear, tile=tile))
+    last = linear(x, layers[2][1], tile, bias=layers[2][2])
+    for layer in (2, 7, -1):  # one outside is the nearest, one from the end as JAX counts
+        np.testing.assert_array_equal(run(x, stacked, bias=biases, layer=jnp.int32(layer)), last)
 
 
 def test_i02_a_row_does_not_depend_on_others_nor_on_how_many_there_are():
