@@ -70,7 +70,7 @@ def moe_tiles(
     """
     slots = tokens * top_k
     single = not (batched or batch_invariant) and 4 * slots <= experts
-    rows = tokens if batched else -(-slots // experts)
+    rows = tokens if batched else -(-slots // max(experts, 1))
     promoted = operands == "fp8" and (exact or second_cell is not None)
     # Two accumulators of 128 rows keep to registers on Hopper, and on Blackwell where sums are not promoted. Promoted,
     # they leave none for a masked last step.

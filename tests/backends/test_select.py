@@ -435,13 +435,17 @@ def test_a_call_compiles_once_whether_its_implementation_was_found_or_asked_for(
         ({"tokens": -4}, r"tokens=-4 must be an int of at least 0"),
         ({"hidden": 2.5}, r"hidden=2.5 must be an int"),
         ({"dtype": "int9"}, r"dtype='int9' must be bfloat16"),
-        ({"op": "moe"}, r"experts=0 must be at least 1 for op='moe'"),
     ],
 )
 def test_an_operation_that_cannot_be_is_refused(changes, message):
     facts = {"op": "linear", "recipe": jmoe.recipe("bf16"), "tokens": 4, "hidden": 256, "features": 128} | changes
     with pytest.raises((ValueError, TypeError), match=message):
         OpSpec(**facts)
+
+
+def test_a_device_without_experts_is_selected_for():
+    nothing = MOE.replace(experts=0, tokens=0)
+    assert select(nothing, "h200").implementation == "triton"
 
 
 def test_a_device_is_known_by_the_name_that_it_shows():
