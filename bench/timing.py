@@ -21,10 +21,15 @@ def compile_all(functions: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
         return dict(zip(lowered, pool.map(lambda item: item.compile(), lowered.values()), strict=True))
 
 
+_REST = 0.5
+"""Seconds before a measurement, so that no row finds the clocks that the one before it has pulled down."""
+
+
 def kernel_times(f: Callable[..., Any], *args: Any, iterations: int = 5) -> Kernels | None:
     """(name, median us) of each kernel that one call of the compiled ``f`` launches; None where there is no CUPTI."""
     if jax.default_backend() != "gpu":
         return None
+    time.sleep(_REST)
     _, runs = profiler.measure(f, aggregate=False, iterations=iterations)(*args)
     if runs is None:
         return None
