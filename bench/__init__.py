@@ -1,1 +1,1 @@
-"""Benchmarks on a GPU: ``python -m bench linear``."""
+"""Benchmarks on a GPU: ``python -m bench moe``, ``linear`` or ``tiles``."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from bench import harness, report
 
-BENCHMARKS = ("linear", "moe")
+BENCHMARKS = ("linear", "moe", "tiles")
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
         chosen("tokens", benchmark.TOKENS, int),
         functools.partial(report.save, folder=given.out, name=name),
     )
-    report.write(result, given.out, name)
+    report.write(result, given.out, name, chart=getattr(benchmark, "CHART", True))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,18 @@
 """What benchmarks share: the loop over layers, recipes and row counts, and the three programs that a row is made of."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-from bench import report, timing
+from bench import clocks, report, timing
 
 Ceilings = dict[str, float]
 
-Measured = tuple[int, report.Row]
-"""Row count and row."""
+Measured = tuple[int | str, report.Row]
+"""Row count, or what else ends a row's name, and row."""
 
 Call = Callable[[Array, Any, Any, Any], Array]
 """(x, weights of all layers, what else a call takes, index of its layer) to y, whose first column x's depends on."""
@@ -102,10 +103,14 @@ def measure(
     compiled = timing.compile_all(functions)
     for t, (x, others, flops, moved) in inputs.items():
         xs = [jnp.roll(x, i, axis=-1) for i in range(depth)]
-        kernels = timing.kernel_times(compiled[f"independent {t}"], xs, weights, others)
+        time.sleep(timing.REST)
+        with clocks.watch() as samples:
+            kernels = timing.kernel_times(compiled[f"independent {t}"], xs, weights, others, rest=0)
+            us = timing.wall_us(compiled[f"unrolled {t}"], x, weights, others) / calls
+            us_scan = timing.wall_us(compiled[f"scanned {t}"], x, weights, others) / calls if scan else None
         row = report.row(
-            us=timing.wall_us(compiled[f"unrolled {t}"], x, weights, others) / calls,
-            us_scan=timing.wall_us(compiled[f"scanned {t}"], x, weights, others) / calls if scan else None,
+            us=us,
+            us_scan=us_scan,
             us_kernels=sum(us for _, us in kernels) / depth if kernels else None,
             launches=len(kernels) // depth if kernels else None,
             flops=flops,
@@ -113,6 +118,7 @@ def measure(
             peak_tflops=peak,
             ceilings=ceilings,
             kernels=by_name(kernels, depth),
+            clock=clocks.summary(samples),
         )
         yield t, row
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import jmoe
-from bench import harness, report
+from bench import clocks, harness, report
 
 LAYERS = {
     "8192x8192": (8192, 8192),
@@ -106,7 +106,8 @@ def _torch_rows(n: int, k: int, tokens: Sequence[int], ceilings: harness.Ceiling
                     x, w.t(), scale_a=scale_x, scale_b=scale_w, out_dtype=torch.bfloat16, use_fast_accum=True
                 )
 
-        us = _torch_us(step) / depth
+        with clocks.watch() as samples:
+            us = _torch_us(step) / depth
         row = report.row(
             us=us,
             us_scan=None,
@@ -116,6 +117,7 @@ def _torch_rows(n: int, k: int, tokens: Sequence[int], ceilings: harness.Ceiling
             moved=n * k + t * (k + 2 * n),
             peak_tflops=ceilings["fp8_tflops"],
             ceilings=ceilings,
+            clock=clocks.summary(samples),
         )
         yield t, row
 

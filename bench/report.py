@@ -27,6 +27,7 @@ def row(
     peak_tflops: float,
     ceilings: dict[str, float],
     kernels: dict[str, float] | None = None,
+    clock: dict[str, Any] | None = None,
 ) -> Row:
     """One measurement.
 
@@ -40,9 +41,10 @@ def row(
       peak_tflops: the ceiling of the matrix unit it could use.
       ceilings: of the same run, see ``timing.ceilings``.
       kernels: microseconds a call of each kernel, by name.
+      clock: of the GPU meanwhile, see ``clocks.summary``.
 
     Returns:
-      The columns, and ``kernels``; ``floor`` is the least time that the ceilings allow, in us.
+      The columns, ``kernels`` and ``clock``; ``floor`` is the least time that the ceilings allow, in us.
     """
     best = us_kernels or us
     return {
@@ -54,6 +56,7 @@ def row(
         "gbs": moved / best * 1e-3 if best else None,
         "floor": max(flops / peak_tflops * 1e-6, moved / ceilings["gbs"] * 1e-3),
         "kernels": kernels or {},
+        "clock": clock or {},
     }
 
 
@@ -77,12 +80,14 @@ def save(results: dict[str, Any], folder: Path, name: str) -> Path:
     return path
 
 
-def write(results: dict[str, Any], folder: Path, name: str) -> None:
-    """Writes JSON and PNG to ``folder`` and prints the table."""
-    path = save(results, folder, name)
-    _plot(results, path.with_suffix(".png"))
+def write(results: dict[str, Any], folder: Path, name: str, *, chart: bool = True) -> None:
+    """Writes JSON and, if there is a ``chart``, PNG to ``folder`` and prints the table."""
+    written = [save(results, folder, name)]
+    if chart:
+        written.append(written[0].with_suffix(".png"))
+        _plot(results, written[1])
     print_table(results)
-    print(f"wrote {path} and {path.with_suffix('.png')}")
+    print(f"wrote {' and '.join(map(str, written))}")
 
 
 def print_table(results: dict[str, Any]) -> None:
@@ -90,13 +95,14 @@ def print_table(results: dict[str, Any]) -> None:
     limits = ", ".join(f"{key} {value:.0f}" for key, value in results["ceilings"].items())
     table = Table(title=f"{results['device']}, jax {results['versions']['jax']}; ceilings: {limits}")
     table.add_column("layer/recipe/T")
-    for column in (*COLUMNS, "of floor"):
+    for column in (*COLUMNS, "of floor", "MHz"):
         table.add_column(column, justify="right")
     for key, values in results["rows"].items():
         best = values["us_kernels"] or values["us"]
         share = f"{values['floor'] / best:.0%}" if best else ""
-        table.add_row(key, *(_number(values[c]) for c in COLUMNS), share)
-    Console(width=140).print(table)
+        clock = values.get("clock", {}).get("mhz", "")
+        table.add_row(key, *(_number(values[c]) for c in COLUMNS), share, str(clock))
+    Console(width=160).print(table)
 
 
 def _number(value: float | None) -> str:

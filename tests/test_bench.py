@@ -1,6 +1,7 @@
 """What the benchmarks measure and report."""
 
 import json
+import time
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,8 @@ import pytest
 
 import jmoe
 from bench import __main__ as command_line
-from bench import harness, linear, moe, peers, report, timing
+from bench import clocks, harness, linear, moe, peers, report, tiles, timing
+from jmoe.backends.spec import DeviceSpec, OpSpec
 
 CEILINGS = {"gbs": 4000.0, "bf16_tflops": 800.0, "fp8_tflops": 1600.0}
 
@@ -137,3 +139,50 @@ def test_the_command_line_writes_what_it_measures(small_layers, monkeypatch, tmp
     command_line.main()
     [path] = tmp_path.glob("linear-*.json")
     assert list(json.loads(path.read_text())["rows"]) == ["small/xla-bf16/2", "small/xla-bf16/33"]
+
+
+def test_a_line_of_nvidia_smi_is_a_sample():
+    assert clocks.parse("1755, 698.21, 0x0000000000000004\n") == (1755, 698.21, 4)
+    assert clocks.parse("[N/A], 698.21, 0x4") is None
+    assert clocks.parse("Field is not a valid field to query.") is None
+
+
+def test_a_clock_is_the_median_with_every_reason_to_slow_down():
+    samples = [clocks.Sample(1980, 300.0, 0), clocks.Sample(1500, 690.0, 0x4), clocks.Sample(1600, 700.5, 0x40)]
+    assert clocks.summary(samples) == {
+        "mhz": 1600,
+        "mhz_least": 1500,
+        "watts": 700.5,
+        "slowed_by": ["power cap", "hardware thermal limit"],
+    }
+    assert clocks.summary([]) == {}
+
+
+def test_clocks_are_sampled_while_a_block_runs(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 1, 1.0, 0x0\necho 1980, 650.0, 0x4\nexec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with clocks.watch() as samples:
+        pass
+    assert samples == []  # of a CPU
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with clocks.watch() as samples:
+        while len(samples) < 2:
+            time.sleep(0.01)
+    assert samples == [(1980, 650.0, 4)]
+
+
+def test_tiles_have_a_row_each_and_the_heuristics_comes_first(monkeypatch):
+    """The kernels do not run here, so what is compiled is replaced by what takes the same arguments."""
+    monkeypatch.setattr(tiles, "LAYERS", {"small": (256, 512)})
+    monkeypatch.setattr(DeviceSpec, "of", lambda device: DeviceSpec.named("h200"))
+    monkeypatch.setattr(timing, "REST", 0)
+    monkeypatch.setattr(timing, "compile_all", lambda given: {name: lambda x, weights: x for name in given})
+    for recipe in ("bf16", "fp8_block"):
+        rows = dict(tiles.rows("small", recipe, [128], CEILINGS))
+        heuristic = jmoe.select(
+            OpSpec(op="linear", recipe=jmoe.recipe(recipe), tokens=128, hidden=512, features=256), "h200"
+        ).tile("tile")
+        assert next(iter(rows)) == f"128/{heuristic}" and len(rows) == 8
+        assert all(row["us"] > 0 for row in rows.values())

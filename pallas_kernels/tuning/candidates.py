@@ -1,0 +1,222 @@
+"""Tiles worth measuring: legal ones around the heuristic's, ranked by a model of a GPU; pure functions.
+
+The model is a filter, not a judge: it drops what cannot run (registers, shared memory) and what would leave most of the
+GPU idle, so that a few measurements are enough. Its constants are an H200's, and only ratios count.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from pallas_kernels.tuning.heuristics import MatmulTile, Operands, shared_memory
+from pallas_kernels.tuning.moe_heuristics import MoETiles
+
+_BYTES = {"fp8": (1, 1), "w8a16": (2, 1), "16bit": (2, 2), "32bit": (4, 4)}
+"""Bytes an element of x and of w."""
+
+_TFLOPS = {"fp8": 12.0, "w8a16": 6.0, "16bit": 6.0, "32bit": 0.4}
+"""Of a multiprocessor's matrix unit."""
+
+_PROMOTED = 0.55
+"""What promotion leaves of that, with warps enough."""
+
+_L2_GBS = 90.0
+_DRAM_GBS = 33.0
+"""A multiprocessor's share of the L2 cache's rate and of the memory's."""
+
+_IN_FLIGHT = 40 * 1024
+"""Bytes on their way to a multiprocessor at which memory is busy all the time."""
+
+_LAUNCH_US = 2.0
+"""Of the second launch that a split sum needs."""
+
+_REGISTERS = 65536
+_MAX_REGISTERS = 255
+_OTHER_REGISTERS = 32
+"""A thread's, for all but sums; with the sums' this gives what ptxas reports for the tiles of the heuristics."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """What a tile is for.
+
+    Attributes:
+      m, n, k: rows, columns (of each half), and extent of the sum.
+      operands: what the dots are made of.
+      promoted: sums of FP8 products are promoted to float32 along K.
+      halves: products of the same rows, 2 for gate and up.
+      groups: experts that are read; ``m`` is the rows of each.
+      columns: the only ``block_n``, where scales of the result fix it.
+      capability: compute capability times ten.
+      sm_count: streaming multiprocessors.
+    """
+
+    m: int
+    n: int
+    k: int
+    operands: Operands
+    promoted: bool = False
+    halves: int = 1
+    groups: int = 1
+    columns: int | None = None
+    capability: int = 90
+    sm_count: int = 132
+
+
+def registers(tile: MatmulTile, problem: Problem) -> int:
+    """Registers of a thread, about."""
+    sums = tile.block_m * tile.block_n * problem.halves // (32 * tile.num_warps)
+    waiting = sums // max(tile.pieces, problem.halves) if problem.promoted else 0
+    decoded = 32 if problem.operands == "w8a16" else 0
+    return sums + waiting + decoded + _OTHER_REGISTERS
+
+
+def shared_bytes(tile: MatmulTile, problem: Problem) -> int:
+    """Bytes of shared memory of a program's pipeline."""
+    x_bytes, w_bytes = _BYTES[problem.operands]
+    return tile.num_stages * tile.block_k * (tile.block_m * x_bytes + problem.halves * tile.block_n * w_bytes)
+
+
+def is_legal(tile: MatmulTile, problem: Problem) -> bool:
+    """Whether the tile runs without spilling registers, as far as can be told without compiling it."""
+    threads = 32 * tile.num_warps
+    return (
+        shared_bytes(tile, problem) <= shared_memory(problem.capability)
+        and registers(tile, problem) <= min(_MAX_REGISTERS, _REGISTERS // threads)
+        and tile.block_m * tile.block_n * problem.halves >= 8 * threads
+        and (tile.pieces == 1 or tile.block_n // tile.pieces >= 64)
+        and tile.split_k <= max(1, -(-problem.k // tile.block_k))
+    )
+
+
+def estimated_us(tile: MatmulTile, problem: Problem) -> float:
+    """The model's time of a product: whole waves of programs, or memory, whichever takes longer."""
+    x_bytes, w_bytes = _BYTES[problem.operands]
+    rows, columns, sms = tile.block_m, tile.block_n * problem.halves, problem.sm_count
+    depth = problem.k / tile.split_k
+    programs = problem.groups * -(-problem.m // rows) * -(-problem.n // tile.block_n) * tile.split_k
+    beside = _beside(tile, problem, programs)
+    warps = beside * tile.num_warps
+    busy = _PROMOTED * min(1.0, 0.6 + 0.025 * warps) if problem.promoted else min(1.0, 0.7 + 0.04 * warps)
+    if rows >= 64:  # narrow dots of each group of four warps wait for shared memory
+        busy *= min(1.0, 0.5 + rows * columns / (16 * tile.num_warps) / 256)
+    computing = 2 * rows * columns * depth / (_TFLOPS[problem.operands] * busy) * 1e-6
+    loading = (rows * x_bytes + columns * w_bytes) * depth / _L2_GBS * 1e-3
+    waves = -(-programs // (sms * beside)) * beside * max(computing, loading)
+    flying = shared_bytes(tile, problem) * (tile.num_stages - 1) / tile.num_stages * min(programs, sms * beside)
+    weights = problem.groups * problem.n * problem.halves * problem.k * w_bytes
+    reading = weights / (_DRAM_GBS * sms * min(1.0, flying / (_IN_FLIGHT * sms))) * 1e-3
+    summing = 0.0
+    if tile.split_k > 1:
+        parts = 2 * tile.split_k * problem.groups * problem.m * problem.n * problem.halves * 4
+        summing = _LAUNCH_US + parts / (_DRAM_GBS * sms) * 1e-3
+    return max(waves, reading) + summing
+
+
+def _beside(tile: MatmulTile, problem: Problem, programs: int) -> int:
+    """Programs that share a multiprocessor."""
+    memory = (shared_memory(problem.capability) + 1024) // (shared_bytes(tile, problem) + 1024)
+    by_registers = _REGISTERS // (registers(tile, problem) * 32 * tile.num_warps)
+    return max(1, min(memory, by_registers, 64 // tile.num_warps, -(-programs // problem.sm_count)))
+
+
+def _space(
+    base: MatmulTile, heights: Iterable[int], problem: Problem, *, splits: bool, groups: Iterable[int]
+) -> Iterator[MatmulTile]:
+    """Legal tiles of those heights."""
+    widths = (problem.columns,) if problem.columns is not None else (64, 128, 256)
+    steps = sorted({base.block_k, max(32, base.block_k // 2)}, reverse=True)
+    parts = (1, 2, 4, 8, 16) if splits else (1,)
+    pieces = (1, 2) if problem.promoted and problem.halves == 1 else (1,)
+    for block_m, block_n, block_k, group in itertools.product(heights, widths, steps, groups):
+        for warps, stages, split, piece in itertools.product((4, 8, 16), (2, 3, 4, 5), parts, pieces):
+            for swap in _orientations(block_m, problem):
+                tile = MatmulTile(
+                    block_m=block_m,
+                    block_n=block_n,
+                    block_k=block_k,
+                    num_warps=warps,
+                    num_stages=stages,
+                    group=group,
+                    split_k=split,
+                    swap=swap,
+                    pieces=piece,
+                )
+                if is_legal(tile, problem):
+                    yield tile
+
+
+def _orientations(block_m: int, problem: Problem) -> tuple[bool, ...]:
+    if problem.operands == "32bit":
+        return (False,)
+    if problem.operands == "w8a16" and problem.capability >= 90:
+        return (True,)  # what is decoded is fed from registers only as the left operand
+    if block_m <= 32:
+        return (True, False)
+    return (False, True) if block_m == 64 and problem.m <= 64 else (False,)
+
+
+def _best(base: MatmulTile, space: Iterable[MatmulTile], problem: Problem, count: int) -> list[MatmulTile]:
+    """``base``, and the best others, each of another kind: what differs in stages or order alone is one kind."""
+
+    def rank(tile: MatmulTile) -> tuple[float, int]:
+        changed = sum(getattr(tile, name) != getattr(base, name) for name in ("num_warps", "block_k", "swap", "pieces"))
+        changed += abs(tile.num_stages - base.num_stages)
+        return estimated_us(tile, problem) * (1 + 0.01 * changed), -tile.num_stages
+
+    found, kinds = [base], set()
+    for tile in sorted(space, key=rank):
+        kind = replace(tile, num_stages=1, group=1, block_k=1)
+        if len(found) < count and tile != base and kind not in kinds:
+            kinds.add(kind)
+            found.append(tile)
+    return found
+
+
+def matmul_candidates(base: MatmulTile, problem: Problem, count: int) -> list[MatmulTile]:
+    """At most ``count`` tiles of a dense product, the heuristic's ``base`` first."""
+    few = problem.m <= 64
+    heights = {base.block_m, *((max(16, _power_of_two(problem.m)),) if few else (64, 128))}
+    return _best(base, _space(base, sorted(heights), problem, splits=few, groups=(base.group,)), problem, count)
+
+
+def moe_candidates(base: MoETiles, first: Problem, second: Problem, count: int, *, splits: bool) -> list[MoETiles]:
+    """At most ``count`` pairs of tiles, the heuristic's ``base`` first; of its height most, a few of its neighbours'.
+
+    The i-th tiles of both products make a pair: a product's time does not depend on the other's tile, but for the
+    height that both share.
+
+    Args:
+      base: the heuristic's.
+      first, second: the products; ``m`` is the rows of an expert on average.
+      count: at least 1.
+      splits: the first product may be split along K.
+    """
+    own = base.first.block_m
+    others: list[int] = []
+    if not base.single:
+        target = min(128, max(16, _power_of_two(first.m)))
+        others = [h for h in (16, 32, 64, 128) if h != own and target // 2 <= h <= target * 2]
+    each = count // (len(others) + 1)
+    pairs = []
+    for height in [own, *others]:
+        number = count - each * len(others) if height == own else each
+        a, b = (
+            _of_height(tile, height, problem, number, splits=base.single and may_split)
+            for tile, problem, may_split in ((base.first, first, splits), (base.second, second, True))
+        )
+        for i in range(max(len(a), len(b))):
+            pair = (tiles[i] if i < len(tiles) else tiles[0] for tiles in (a, b))
+            pairs.append(MoETiles(first=next(pair), second=next(pair), single=base.single))
+    return pairs
+
+
+def _of_height(tile: MatmulTile, height: int, problem: Problem, count: int, *, splits: bool) -> list[MatmulTile]:
+    space = list(_space(tile, (height,), problem, splits=splits, groups=(tile.group,)))
+    if tile.block_m != height:
+        tile = min(space, key=lambda other: estimated_us(other, problem), default=tile)
+    return _best(tile, space, problem, count) if count and tile.block_m == height else []
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()

@@ -1,0 +1,53 @@
+"""Times of compiled JAX functions: kernels through CUPTI, whole calls by the host's clock."""
+
+import concurrent.futures
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+Kernels = list[tuple[str, float]]
+"""(name, microseconds) of kernels, in the order in which they are launched."""
+
+
+def compile_all(functions: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]) -> dict[str, Any]:
+    """Each function compiled for its arguments (arrays or shapes): traced one by one, compiled in threads."""
+    lowered = {name: jax.jit(f).lower(*args) for name, (f, args) in functions.items()}
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(lowered, pool.map(lambda item: item.compile(), lowered.values()), strict=True))
+
+
+REST = 0.5
+"""Seconds before a measurement, so that none finds the clocks that the one before it has pulled down."""
+
+
+def kernel_times(f: Callable[..., Any], *args: Any, iterations: int = 5, rest: float = REST) -> Kernels | None:
+    """(name, median us) of each kernel that one call of the compiled ``f`` launches; None where there is no CUPTI.
+
+    The device is left idle for ``rest`` seconds before.
+    """
+    if jax.default_backend() != "gpu":
+        return None
+    from jax.experimental.mosaic.gpu import profiler  # takes the GPU's libraries
+
+    time.sleep(rest)
+    _, runs = profiler.measure(f, aggregate=False, iterations=iterations)(*args)
+    if runs is None:
+        return None
+    median = np.median([[ms for _, ms in run] for run in runs], axis=0) * 1e3
+    return [(name, float(us)) for (name, _), us in zip(runs[0], median, strict=True)]
+
+
+def wall_us(f: Callable[..., Any], *args: Any, calls: int = 5, rounds: int = 5) -> float:
+    """Microseconds a call of the compiled ``f``: ``calls`` queued at a time, the fastest of some rounds."""
+    jax.block_until_ready(f(*args))
+    best = float("inf")
+    for _ in range(rounds):
+        start = time.perf_counter()
+        outputs = [f(*args) for _ in range(calls)]
+        jax.block_until_ready(outputs)
+        best = min(best, time.perf_counter() - start)
+    return best / calls * 1e6

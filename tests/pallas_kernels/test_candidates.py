@@ -1,0 +1,93 @@
+"""Tiles that tuning measures: few, legal, the heuristic's first."""
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+from pallas_kernels.tuning.candidates import (
+    Problem,
+    estimated_us,
+    is_legal,
+    matmul_candidates,
+    moe_candidates,
+    registers,
+    shared_bytes,
+)
+from pallas_kernels.tuning.heuristics import MatmulTile, matmul_tile, shared_memory
+from pallas_kernels.tuning.moe_heuristics import moe_tiles
+
+
+def tile(block_m, block_n, block_k, warps, stages, **changes):
+    return MatmulTile(block_m=block_m, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages, **changes)
+
+
+def dense(m, operands, promoted=False, n=8192, k=8192, **facts):
+    base = matmul_tile(m, n, k, operands=operands, cell=128 if promoted else None, exact=promoted, **facts)
+    return base, Problem(m=m, n=n, k=k, operands=operands, promoted=promoted, **facts)
+
+
+@pytest.mark.parametrize(
+    "given, promoted, count",
+    [
+        # ptxas reports 160 for the second and 126 for the third on sm90.
+        (tile(64, 128, 128, 4, 3), True, 160),
+        (tile(128, 128, 128, 8, 3), True, 160),
+        (tile(64, 256, 128, 8, 2, pieces=2), True, 128),
+        (tile(128, 256, 128, 8, 3), False, 160),
+    ],
+)
+def test_registers_are_those_of_the_sums_and_what_waits_for_its_scale(given, promoted, count):
+    assert registers(given, Problem(m=8192, n=8192, k=8192, operands="fp8", promoted=promoted)) == count
+
+
+def test_what_spills_or_does_not_fit_is_not_legal():
+    promoted = Problem(m=8192, n=8192, k=8192, operands="fp8", promoted=True)
+    assert not is_legal(tile(128, 256, 128, 8, 3), promoted)  # 255 registers and a stack
+    assert is_legal(tile(128, 256, 128, 16, 3, pieces=2), promoted)
+    assert shared_bytes(tile(128, 256, 128, 16, 5), promoted) == 5 * 128 * 384 > shared_memory(90)
+    assert not is_legal(tile(128, 256, 128, 16, 5, pieces=2), promoted)
+    assert not is_legal(tile(16, 64, 128, 4, 3, split_k=16), Problem(m=1, n=64, k=1024, operands="fp8"))
+
+
+@hypothesis.given(
+    m=st.integers(1, 20_000),
+    n=st.integers(1, 40_000),
+    k=st.integers(1, 20_000),
+    kind=st.sampled_from([("fp8", False), ("fp8", True), ("w8a16", False), ("16bit", False), ("32bit", False)]),
+    capability=st.sampled_from([80, 89, 90, 100, 120]),
+    count=st.integers(1, 6),
+)
+@hypothesis.settings(max_examples=15, deadline=None)
+def test_candidates_of_a_dense_product(m, n, k, kind, capability, count):
+    base, problem = dense(m, *kind, n=n, k=k, capability=capability, sm_count=108)
+    found = matmul_candidates(base, problem, count)
+    assert found[0] == base and 1 <= len(set(found)) == len(found) <= count
+    assert all(is_legal(other, problem) for other in found[1:])
+    assert all(estimated_us(other, problem) > 0 for other in found)
+    assert {other.block_k for other in found} <= {base.block_k, max(32, base.block_k // 2)}
+
+
+def test_the_measured_winners_are_among_the_candidates():
+    """At 8192 cubed on an H200: one of each for plain sums, and both ways to keep the tensor core busy for blocks."""
+    assert tile(128, 256, 64, 8, 3, group=16) in matmul_candidates(*dense(8192, "16bit"), 4)
+    assert tile(128, 256, 128, 8, 3, group=16) in matmul_candidates(*dense(8192, "fp8"), 4)
+    found = [(t.block_m, t.block_n, t.num_warps, t.pieces) for t in matmul_candidates(*dense(8192, "fp8", True), 6)]
+    assert (64, 128, 4, 1) in found and (128, 256, 16, 2) in found
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 64, 512, 8192])
+def test_candidates_of_a_layer_of_experts(tokens):
+    base = moe_tiles(tokens, 2048, 768, 128, 8, operands="fp8", first_cell=128, second_cell=128, group=128)
+    read = min(128, 8 * tokens)
+    facts = {"m": 8 * tokens // read, "operands": "fp8", "promoted": True, "groups": read}
+    first = Problem(n=768, k=2048, halves=2, columns=128, **facts)
+    second = Problem(n=2048, k=768, **facts)
+    pairs = moe_candidates(base, first, second, 4, splits=True)
+    assert pairs[0] == base and len(set(pairs)) == len(pairs) <= 4
+    for pair in pairs:
+        assert pair.first.block_m == pair.second.block_m and pair.single == base.single
+        assert pair.first.block_n == 128  # a group of the intermediate's scales
+        assert is_legal(pair.first, first) and is_legal(pair.second, second)
+    heights = {pair.first.block_m for pair in pairs}
+    assert len(heights) == 1 if base.single else len(heights) > 1
+    assert moe_candidates(base, first, second, 1, splits=True) == [base]
