@@ -32,6 +32,24 @@ class Shards:
 NOT_SPREAD = Shards()
 
 
+@dataclass(frozen=True)
+class TuningFile:
+    """A file of measured tiles; time and size are part of its value, so that a changed one is traced with anew."""
+
+    path: str
+    mtime_ns: int
+    size: int
+
+    @classmethod
+    def at(cls, path: str | os.PathLike[str]) -> "TuningFile":
+        """The file as it is now; raises ValueError where there is none."""
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            raise ValueError(f"config tuning={os.fspath(path)!r} cannot be read: {error.strerror}") from error
+        return cls(os.path.abspath(path), status.st_mtime_ns, status.st_size)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The settings.
@@ -44,6 +62,8 @@ class Settings:
         JMOE_BATCH_INVARIANT.
       check: raise on values that can only be checked at run time (expert ids, static scales); under jit the caller
         functionalises with ``jax.experimental.checkify``. JMOE_CHECK.
+      tuning: path of a file of measured tiles, as ``jmoe tune`` writes it, asked before those that jmoe brings; the
+        value is a ``TuningFile``. JMOE_TUNING.
       recorder: where ``jmoe.explain`` gathers selections; a fresh one makes every function trace anew.
       shards: how activations are spread; ``jmoe.parallel`` sets it around the operations that it calls.
     """
@@ -52,6 +72,7 @@ class Settings:
     implementation: str | None = None
     batch_invariant: bool = False
     check: bool = False
+    tuning: Any = None
     recorder: Any = None
     shards: Shards = NOT_SPREAD
 
@@ -60,6 +81,10 @@ class Settings:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ValueError(f"config {name}={value!r} must be True or False")
+        if isinstance(self.tuning, str | os.PathLike):
+            object.__setattr__(self, "tuning", TuningFile.at(self.tuning))
+        elif not isinstance(self.tuning, TuningFile | None):
+            raise ValueError(f"config tuning={self.tuning!r} must be the path of a file or None")
         if not isinstance(self.shards, Shards):
             raise ValueError(f"config shards={self.shards!r} must be a Shards")
         if self.implementation is not None and not isinstance(self.implementation, str):
@@ -80,6 +105,7 @@ def from_environment(environ: Mapping[str, str]) -> Settings:
         implementation=environ.get("JMOE_IMPLEMENTATION") or None,
         batch_invariant=_flag("JMOE_BATCH_INVARIANT", environ.get("JMOE_BATCH_INVARIANT", "")),
         check=_flag("JMOE_CHECK", environ.get("JMOE_CHECK", "")),
+        tuning=environ.get("JMOE_TUNING") or None,
     )
 
 

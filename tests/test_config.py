@@ -132,7 +132,7 @@ def test_a_wrong_variable_is_named(name):
     [
         (
             {"checks": True},
-            "config has no setting 'checks'; it has device, implementation, batch_invariant, check, recorder",
+            "config has no setting 'checks'; it has device, implementation, batch_invariant, check, tuning, recorder",
         ),
         ({"check": 1}, "config check=1 must be True or False"),
         ({"batch_invariant": "yes"}, "config batch_invariant='yes' must be True or False"),

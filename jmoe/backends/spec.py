@@ -246,6 +246,7 @@ class Plan:
 
     Attributes:
       tiles: (name, value) pairs, the implementation's own.
+      tiles_from: what chose these: "heuristic", or what they were "tuned for"; "" where there are none.
       accumulation: "exact" or "fast".
       layout: the arrangement it wants weights in.
       launches: kernels a call launches, or None where XLA decides.
@@ -253,6 +254,7 @@ class Plan:
     """
 
     tiles: tuple[tuple[str, Any], ...] = ()
+    tiles_from: str = ""
     accumulation: Accumulation = "exact"
     layout: Layout = CANONICAL
     launches: int | None = None
@@ -277,7 +279,7 @@ class Selection:
 
     Attributes:
       implementation: the one taken.
-      tiles, accumulation, layout, launches, note: its ``Plan``.
+      tiles, tiles_from, accumulation, layout, launches, note: its ``Plan``.
       considered: every implementation in order, accepted or with the reason why not.
       reason: why this one.
     """
@@ -286,6 +288,7 @@ class Selection:
     reason: str = field(compare=False)
     considered: tuple[Considered, ...] = field(compare=False)
     tiles: tuple[tuple[str, Any], ...] = ()
+    tiles_from: str = field(default="", compare=False)
     accumulation: Accumulation = "exact"
     layout: Layout = CANONICAL
     launches: int | None = None

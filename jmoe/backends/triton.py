@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import Array
 
-from jmoe.backends import common
-from jmoe.backends.spec import BatchedArgs, DeviceSpec, LinearArgs, MoEArgs, OpSpec, Plan, Selection
+from jmoe.backends import common, tuned
+from jmoe.backends.spec import Accumulation, BatchedArgs, DeviceSpec, LinearArgs, MoEArgs, OpSpec, Plan, Selection
 from jmoe.qtensor import QTensor
 from jmoe.scheme import Recipe, Scheme
 from pallas_kernels.layouts import CANONICAL
+from pallas_kernels.tuning import table
 from pallas_kernels.tuning.heuristics import Operands, matmul_tile
 from pallas_kernels.tuning.moe_heuristics import MoETiles, moe_tiles
 
@@ -38,12 +39,18 @@ def plan(op: OpSpec, device: DeviceSpec, *, explicit: bool) -> Plan:
     for reason in _refusals(op, device):
         raise NotImplementedError(reason)
     accumulation = op.accumulation or "exact"
+    measured = tuned.find(op, device, accumulation)
+    tiles, origin = measured or (heuristic_tiles(op, device, accumulation), "heuristic")
+    return Plan(tiles=tiles, tiles_from=origin, accumulation=accumulation, note=_note(op, accumulation))
+
+
+def heuristic_tiles(op: OpSpec, device: DeviceSpec, accumulation: Accumulation) -> tuple[tuple[str, Any], ...]:
+    """The tiles of a plan where nothing was measured."""
     facts: dict[str, Any] = {
         "batch_invariant": op.batch_invariant,
         "capability": device.compute_capability,
         "sm_count": device.sm_count,
     }
-    tiles: tuple[tuple[str, Any], ...]
     if op.op == "linear":
         tile = matmul_tile(
             op.tokens,
@@ -54,11 +61,8 @@ def plan(op: OpSpec, device: DeviceSpec, *, explicit: bool) -> Plan:
             exact=accumulation == "exact",
             **facts,
         )
-        tiles = (("tile", tile),)
-    else:
-        chosen = _tiles_of_experts(op, accumulation == "exact", facts)
-        tiles = (("first", chosen.first), ("second", chosen.second), ("single", chosen.single))
-    return Plan(tiles=tiles, accumulation=accumulation, note=_note(op, accumulation))
+        return table.parts(tile)
+    return table.parts(_tiles_of_experts(op, accumulation == "exact", facts))
 
 
 def _tiles_of_experts(op: OpSpec, exact: bool, facts: dict[str, Any]) -> MoETiles:
@@ -76,7 +80,6 @@ def _tiles_of_experts(op: OpSpec, exact: bool, facts: dict[str, Any]) -> MoETile
         second_cell=_cell(second),
         group=h.block[1] if h is not None and h.block[1] != -1 else None,
         exact=exact,
-        splits=h is None or h.static or h.block != (-1, -1),
         batched=op.op == "batched_experts",
         **facts,
     )

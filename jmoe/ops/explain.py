@@ -58,6 +58,7 @@ def describe(op: OpSpec, selection: Selection) -> list[str]:
     lines = [op.describe(), f"  takes {selection.implementation}: {selection.reason}"]
     facts = [f"accumulation {selection.accumulation}", f"layout {selection.layout.name}"]
     facts += [f"{name} {value}" for name, value in selection.tiles]
+    facts += [f"tiles: {selection.tiles_from}"] if selection.tiles_from else []
     if selection.launches is not None:
         facts.append(f"{selection.launches} launches")
     lines.append("  " + ", ".join(facts))

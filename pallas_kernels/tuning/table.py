@@ -1,0 +1,273 @@
+"""Tiles that were measured: JSON files of entries by operation, shapes and device facts; pure functions, no GPU needed.
+
+    {"format": 1, "entries": [{
+      "compute_capability": 90, "sm_count": 132,
+      "op": "moe", "recipe": "fp8_block", "accumulation": "exact", "dtype": "bfloat16",
+      "hidden": 7168, "intermediate": 256, "experts": 256, "top_k": 8, "gated": true,
+      "tokens": 512,
+      "tiles": {"first": {"block_m": 64, ...}, "second": {"block_m": 64, ...}, "single": false},
+      "us": 430.1, "heuristic_us": 494.0, "date": "2026-11-30", "jax": "0.11.2"}]}
+
+A linear has "features" instead of the experts' sizes, and one "tile". A device is known by its facts, not by its name:
+an H100 with as many multiprocessors as an H200 takes the same entries.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pallas_kernels.tuning.heuristics import MatmulTile
+from pallas_kernels.tuning.moe_heuristics import MoETiles
+
+FORMAT = 1
+
+OPS = ("linear", "moe", "batched_experts")
+
+NEAREST = 4
+"""A tile serves row counts up to so many times more or fewer than those that it was measured at."""
+
+Tiles = MatmulTile | MoETiles
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Key:
+    """All that a tile depends on but the row count.
+
+    Attributes:
+      compute_capability: times ten.
+      sm_count: streaming multiprocessors.
+      op: "linear", "moe" or "batched_experts".
+      recipe: its name, with options.
+      accumulation: "exact" or "fast".
+      dtype: of x before it is quantised, by name.
+      hidden: K of the (first) product.
+      features: N of a linear.
+      intermediate, experts, top_k: I, E and k of experts.
+      gated: w13 has two halves.
+    """
+
+    compute_capability: int
+    sm_count: int
+    op: str
+    recipe: str
+    accumulation: str
+    dtype: str
+    hidden: int
+    features: int = 0
+    intermediate: int = 0
+    experts: int = 0
+    top_k: int = 0
+    gated: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """The fastest tiles found for a row count.
+
+    Attributes:
+      key: of what.
+      tokens: the row count: M, T, or rows an expert of batched_experts.
+      tiles: of a linear's product, or of a layer's two.
+      us: microseconds measured with them; ``heuristic_us``, with the heuristic's in the same run.
+      date: of the measurement, as YYYY-MM-DD.
+      jax: its version.
+    """
+
+    key: Key
+    tokens: int
+    tiles: Tiles
+    us: float
+    heuristic_us: float
+    date: str
+    jax: str
+
+
+Table = Mapping[Key, tuple[Entry, ...]]
+"""Entries of a key, by ascending row count."""
+
+
+def table(entries: Iterable[Entry]) -> Table:
+    """A table of entries; of two for the same key and row count the later one counts."""
+    found: dict[Key, dict[int, Entry]] = {}
+    for entry in entries:
+        found.setdefault(entry.key, {})[entry.tokens] = entry
+    return {key: tuple(rows[tokens] for tokens in sorted(rows)) for key, rows in found.items()}
+
+
+def nearest(entries: Iterable[Entry], tokens: int) -> Entry | None:
+    """The entry whose row count is the nearest by ratio, and at most ``NEAREST`` times off; of two the larger."""
+    if tokens < 1:
+        return None
+
+    def distance(entry: Entry) -> tuple[float, int]:
+        return abs(math.log(entry.tokens / tokens)), -entry.tokens
+
+    best = min(entries, key=distance, default=None)
+    if best is None or max(best.tokens, tokens) > NEAREST * min(best.tokens, tokens):
+        return None
+    return best
+
+
+@functools.cache
+def shipped() -> Table:
+    """The entries that come with the package."""
+    folder = Path(__file__).parent / "data"
+    return table(entry for path in sorted(folder.glob("*.json")) for entry in parse(path.read_text(), str(path)))
+
+
+def load(path: str | Path) -> Table:
+    """A file's entries, read again when its time or size has changed.
+
+    Raises:
+      ValueError: there is no such file, or it is no table; the message names file and entry.
+    """
+    try:
+        status = os.stat(path)
+        return _load(str(path), status.st_mtime_ns, status.st_size)
+    except OSError as error:
+        raise ValueError(f"tuning file {path} cannot be read: {error.strerror}") from error
+
+
+@functools.lru_cache(maxsize=16)
+def _load(path: str, mtime_ns: int, size: int) -> Table:
+    return table(parse(Path(path).read_text(encoding="utf-8"), path))
+
+
+def parse(text: str, name: str) -> list[Entry]:
+    """The entries of a file's text.
+
+    Raises:
+      ValueError: what is wrong, with the file's ``name`` and the number of the entry, counted from 0.
+    """
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"tuning file {name} is no JSON: {error}") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("entries"), list):
+        raise ValueError(f'tuning file {name} must hold {{"format": {FORMAT}, "entries": [...]}}')
+    found = []
+    for number, entry in enumerate(content["entries"]):
+        try:
+            found.append(_entry(entry))
+        except ValueError as error:
+            raise ValueError(f"tuning file {name}, entry {number}: {error}") from error
+    return found
+
+
+def _entry(given: Any) -> Entry:
+    fields = {field.name for field in dataclasses.fields(Key)}
+    others = {field.name for field in dataclasses.fields(Entry)} - {"key"}
+    given = _object("it", given, fields | others, fields - _OPTIONAL | others)
+    for field in dataclasses.fields(Key):
+        if field.name in given:
+            _check(field.name, given[field.name], field.type)
+    if given["op"] not in OPS:
+        raise ValueError(f"op {given['op']!r} must be one of {', '.join(OPS)}")
+    _check("tokens", given["tokens"], int, least=1)
+    for name in ("us", "heuristic_us"):
+        _check(name, given[name], float)
+    for name in ("date", "jax"):
+        _check(name, given[name], str)
+    key = Key(**{name: given[name] for name in fields if name in given})
+    tiles = _linear_tiles(given["tiles"]) if key.op == "linear" else _moe_tiles(given["tiles"])
+    return Entry(key=key, tiles=tiles, **{name: given[name] for name in others - {"tiles"}})
+
+
+_OPTIONAL = {field.name for field in dataclasses.fields(Key) if field.default is not dataclasses.MISSING}
+
+
+def _linear_tiles(given: Any) -> MatmulTile:
+    return _tile("tile", _object("tiles", given, {"tile"}, {"tile"})["tile"])
+
+
+def _moe_tiles(given: Any) -> MoETiles:
+    fields = {field.name: field for field in dataclasses.fields(MoETiles)}
+    needed = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
+    found = dict(_object("tiles", given, set(fields), needed))
+    for name, value in found.items():
+        if fields[name].type is bool:
+            _check(name, value, bool)
+        else:
+            found[name] = _tile(name, value)
+    tiles = MoETiles(**found)
+    if tiles.first.block_m != tiles.second.block_m:
+        raise ValueError(
+            f"block_m is {tiles.first.block_m} of the first product, so not {tiles.second.block_m} of the second"
+        )
+    return tiles
+
+
+def _tile(name: str, given: Any) -> MatmulTile:
+    fields = {field.name: field for field in dataclasses.fields(MatmulTile)}
+    needed = {key for key, field in fields.items() if field.default is dataclasses.MISSING}
+    given = _object(name, given, set(fields), needed)
+    for key, value in given.items():
+        kind = bool if key == "swap" else int
+        _check(f"{name}.{key}", value, kind, least=1)
+        if kind is int and key not in ("num_stages", "group") and value & (value - 1):
+            raise ValueError(f"{name}.{key} {value} must be a power of two")
+    tile = MatmulTile(**given)
+    if tile.num_warps > 32 or tile.num_stages > 16 or tile.pieces > tile.block_n:
+        raise ValueError(f"{name} {tile} is none that a GPU runs")
+    return tile
+
+
+def _object(name: str, given: Any, known: set[str], needed: set[str]) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise ValueError(f"{name} must be an object, not {given!r}")
+    for problem, names in (("unknown", set(given) - known), ("missing", needed - set(given))):
+        if names:
+            raise ValueError(f"{name} has {problem} {', '.join(sorted(names))}")
+    return given
+
+
+def _check(name: str, value: Any, kind: Any, least: int = 0) -> None:
+    right = type(value) is kind or (kind is float and type(value) is int)
+    if not right or (kind in (int, float) and not least <= value < math.inf):
+        least_text = f" of at least {least}" if kind in (int, float) else ""
+        raise ValueError(f"{name} is {value!r}, but it is {_KINDS[kind]}{least_text}")
+
+
+_KINDS = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
+
+
+def dumps(entries: Iterable[Entry]) -> str:
+    """The text of a file, a line an entry, which ``parse`` takes."""
+    lines = [json.dumps(_plain(entry)) for entry in entries]
+    return f'{{"format": {FORMAT}, "entries": [\n' + ",\n".join(lines) + "\n]}\n"
+
+
+def _plain(entry: Entry) -> dict[str, Any]:
+    plain: dict[str, Any] = {}
+    for name, part in parts(entry.tiles):
+        plain[name] = _without_defaults(part) if isinstance(part, MatmulTile) else part
+    rest = {f.name: getattr(entry, f.name) for f in dataclasses.fields(entry) if f.name not in ("key", "tiles")}
+    return {**_without_defaults(entry.key), "tokens": rest.pop("tokens"), "tiles": plain, **rest}
+
+
+def parts(tiles: Tiles) -> tuple[tuple[str, Any], ...]:
+    """Names and values of what tiles consist of: a linear's "tile", or the fields of a layer's."""
+    if isinstance(tiles, MatmulTile):
+        return (("tile", tiles),)
+    return tuple((field.name, getattr(tiles, field.name)) for field in dataclasses.fields(tiles))
+
+
+def _without_defaults(value: Any) -> dict[str, Any]:
+    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if getattr(value, f.name) != f.default}
+
+
+def save(path: str | Path, entries: Iterable[Entry]) -> None:
+    """Writes a file in one go: an interrupted run leaves the old one."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+        file.write(dumps(entries))
+    Path(file.name).chmod(0o644)
+    Path(file.name).replace(path)
