@@ -11,7 +11,7 @@ from jmoe.backends.activation import Activation, ActivationParams, swiglu
 from jmoe.backends.select import select
 from jmoe.backends.spec import DeviceSpec, OpSpec, Selection
 from jmoe.config import config
-from jmoe.ops import Routed, Routing, batched_experts, explain, fused_moe, linear, prepare, route
+from jmoe.ops import Routed, Routing, batched_experts, explain, fused_moe, linear, prepare, route, warmup
 from jmoe.qtensor import QTensor
 from jmoe.quantize import merge_shards, quantize, refine_blocks, requantize
 from jmoe.scheme import RECIPES, Recipe, Scheme, recipe
@@ -50,6 +50,7 @@ __all__ = [
     "route",
     "select",
     "swiglu",
+    "warmup",
 ]
 
 # Imported when first used: operations alone need no Flax.
