@@ -32,7 +32,7 @@ def combine(
     """Sums slot results, already weighted, into their tokens.
 
     Args:
-      y: (parts, T k, H), the parts of each slot's result, float32 or a 16-bit float.
+      y: (T k, H), each slot's result, float32 or a 16-bit float.
       topk_ids: int32 (T, k); rows of slots whose expert is not here are not read.
       experts: experts here, E.
       expert_map: int32 (E_global,), the slot here of each expert or -1.
@@ -43,7 +43,7 @@ def combine(
       (T, H).
     """
     tokens, k = topk_ids.shape
-    columns = y.shape[2]
+    columns = y.shape[1]
     width = min(_COLUMNS, body.pow2_at_least(columns))
     return lowering.kernel_call(
         _combine_kernel,
@@ -62,7 +62,7 @@ def combine(
 def _combine_kernel(
     y_ref: Any, ids_ref: Any, map_ref: Any | None, out_ref: Any, *, k: int, width: int, experts: int
 ) -> None:
-    parts, _, columns = y_ref.shape
+    columns = y_ref.shape[1]
     across = pl.cdiv(columns, width)
     program = pl.program_id(0)
     token = body.div(program, across)
@@ -72,7 +72,5 @@ def _combine_kernel(
     for choice in range(k):
         slot = token * k + choice
         here = local_expert(load(ids_ref, (slot,)), map_ref, experts) >= 0
-        for part in range(parts):
-            row = load(y_ref, (part, slot, column), mask=inside & here, other=0)
-            total = total + row.astype(jnp.float32)
+        total = total + load(y_ref, (slot, column), mask=inside & here, other=0).astype(jnp.float32)
     store(out_ref, (token, column), total.astype(out_ref.dtype), mask=inside)

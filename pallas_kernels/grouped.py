@@ -21,7 +21,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from pallas_kernels import body, lowering
-from pallas_kernels.align import Blocks, local_expert
+from pallas_kernels.align import Blocks
 from pallas_kernels.lowering import arange, load
 from pallas_kernels.tuning.heuristics import MatmulTile
 
@@ -59,20 +59,13 @@ class Routed(NamedTuple):
     blocks: Blocks
 
 
-class Single(NamedTuple):
-    """A block for each slot, which needs no alignment. ids: (S,); expert_map: (E_global,) or None."""
-
-    ids: Any
-    expert_map: Any | None
-
-
 class Batched(NamedTuple):
     """Blocks of each expert's own rows, S/E of them, of which the first counts[e] count. counts: (E,)."""
 
     counts: Any
 
 
-Rows = Routed | Single | Batched
+Rows = Routed | Batched
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,13 +101,11 @@ class Product:
         match rows:
             case Routed(blocks):
                 return blocks.experts.shape[0]
-            case Single():
-                return self.slots
         return self.experts * pl.cdiv(self.slots // self.experts, self.tile.block_m)
 
     def grid(self, rows: Rows, columns: int) -> tuple[int]:
         """Programs, for that many columns of each half."""
-        return (self.blocks(rows) * pl.cdiv(columns, self.tile.block_n) * self.tile.split_k,)
+        return (self.blocks(rows) * pl.cdiv(columns, self.tile.block_n),)
 
 
 def scale_cell(w_block: tuple[int, int], x_group: int) -> int | None:
@@ -124,10 +115,9 @@ def scale_cell(w_block: tuple[int, int], x_group: int) -> int | None:
 
 
 class At(NamedTuple):
-    """Where a program is: its layer, its part of K, its block of rows, its tile of columns."""
+    """Where a program is: its layer, its block of rows, its tile of columns."""
 
     layer: Array | int
-    part: Array
     block: Array
     tile: Array
 
@@ -136,10 +126,8 @@ def place(program: Array, w: Weights, rows: Rows, product: Product) -> At:
     """In a kernel: where the program is."""
     tile, columns = product.tile, w.data.shape[3]
     layer = 0 if w.layer is None else body.existing(load(w.layer, (0,)), w.data.shape[0])
-    part = body.rem(program, tile.split_k)
-    tiles = pl.cdiv(columns, tile.block_n)
-    order = body.grouped_order(body.div(program, tile.split_k), product.blocks(rows), tiles, tile.group)
-    return At(layer, part, *order)
+    order = body.grouped_order(program, product.blocks(rows), pl.cdiv(columns, tile.block_n), tile.group)
+    return At(layer, *order)
 
 
 class Block(NamedTuple):
@@ -168,10 +156,6 @@ def locate(rows: Rows, block: Array, product: Product) -> Block:
             slot = load(blocks.slots, (block * product.tile.block_m + lane,))
             live = slot < product.slots
             used, expert, padding = block < load(blocks.used, (0,)), load(blocks.experts, (block,)), 0
-        case Single(ids, expert_map):
-            expert = local_expert(load(ids, (block,)), expert_map, product.experts)
-            live = lane == 0
-            used, slot, padding = expert >= 0, jnp.where(live, block, product.slots), block
         case Batched(counts):
             height = product.slots // product.experts
             across = pl.cdiv(height, product.tile.block_m)
@@ -251,11 +235,6 @@ def sums(x: Input, w: Weights, block: Block, at: At, product: Product) -> list[A
     shape = (tile.block_n, tile.block_m) if tile.swap else (tile.block_m, tile.block_n)
     zeros = [jnp.zeros(shape, jnp.float32)] * (halves * len(places))
     ragged = steps.whole < steps.count
-    if tile.split_k > 1:
-        share = pl.cdiv(steps.count, tile.split_k)
-        first = places[0].part * share
-        last = jnp.minimum(first + share, steps.count)
-        return lowering.loop(last, functools.partial(step, masked=ragged), zeros, start=first)
     if steps.straddled:
         return lowering.loop(steps.count, functools.partial(step, masked=True), zeros)
     total = lowering.loop(steps.whole, functools.partial(step, masked=False), zeros)

@@ -2,7 +2,8 @@
 
 Five steps: x is quantised, and its slots are aligned; the first product makes the intermediate h, rounded to x's dtype
 and quantised; the second product, with bias and router weight; the sum over each token's slots. Each is a launch, but
-for h's scales a token or a tensor take one more, since no program of the first product sees all that they cover.
+for h's scales a token or a tensor take one more, since no program of the first product sees all that they cover. Few
+slots take two launches altogether, see ``few``.
 """
 
 import functools
@@ -11,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels import body, launch
+from pallas_kernels import body, few, launch
 from pallas_kernels.align import align_chain
 from pallas_kernels.combine import combine
 from pallas_kernels.experts import Experts, ExpertsSpec, InputScheme, checked, weights_of
-from pallas_kernels.grouped import WHOLE, Batched, Input, Product, Routed, Rows, Single
+from pallas_kernels.grouped import WHOLE, Batched, Input, Product, Routed, Rows
 from pallas_kernels.moe_kernels import Epilogue, first_product, quantise_chain, second_product
 from pallas_kernels.quantize import Choices
 
@@ -57,6 +58,8 @@ def fused_moe(
         raise ValueError(f"topk_weights has shape {topk_weights.shape}, but topk_ids has {topk_ids.shape}")
     if not (tokens and k):
         return jnp.zeros((tokens, sizes.hidden), spec.out_dtype)
+    if spec.tiles.single:
+        return _few(x, x_scale, experts, topk_weights, topk_ids, expert_map, spec=spec, interpret=interpret)
     ids, slots_a_row, scale = topk_ids.reshape(-1), k, experts.input_scale
     choices = Choices(topk_ids, expert_map)
     if scale is not None and scale.size > 1:
@@ -64,14 +67,11 @@ def fused_moe(
         x, slots_a_row, scale = jnp.repeat(x, k, axis=0), 1, _of_experts(scale, ids, expert_map)
     x_chain = _input_chain(x, x_scale, scale, choices, sizes.experts, spec.input_scheme)
     align = align_chain(topk_ids, experts=sizes.experts, rows=spec.tiles.first.block_m, expert_map=expert_map)
-    chains = [chain for chain in (x_chain, () if spec.tiles.single else align) if chain]
-    results = launch.run_chains("moe_prepare", *chains, interpret=interpret) if chains else []
-    x_in = Input(*results.pop(0)) if x_chain else Input(x, x_scale)
-    rows: Rows = Single(ids, expert_map) if spec.tiles.single else Routed(*results.pop())
+    results = launch.run_chains("moe_prepare", *([x_chain] if x_chain else []), align, interpret=interpret)
     y = _products(
-        x_in,
+        Input(*results[0]) if x_chain else Input(x, x_scale),
         experts,
-        rows,
+        Routed(*results[-1]),
         topk_weights.reshape(-1),
         slots=ids.size,
         slots_a_row=slots_a_row,
@@ -141,6 +141,56 @@ def batched_experts(
     return y.reshape(sizes.experts, height, sizes.hidden)
 
 
+def _few(
+    x: Array,
+    x_scale: Array | None,
+    experts: Experts,
+    topk_weights: Array,
+    topk_ids: Array,
+    expert_map: Array | None,
+    *,
+    spec: ExpertsSpec,
+    interpret: bool,
+) -> Array:
+    """``fused_moe`` without alignment, by ``few``."""
+    w13, w2 = weights_of(experts, spec)
+    routing = few.Routing(topk_ids.reshape(-1), expert_map, topk_weights.reshape(-1))
+    facts = functools.partial(few.Facts, k=topk_ids.shape[1], experts=w13.data.shape[1])
+    scheme, h_scheme = spec.input_scheme, spec.intermediate_scheme
+    first = facts(tile=spec.tiles.first, scheme=scheme, w_block=spec.w13_block)
+    second = facts(tile=spec.tiles.second, scheme=h_scheme, w_block=spec.w2_block)
+    vectors = few.Vectors(Input(x, x_scale), _flat(experts.input_scale))
+    if x_scale is None and (_measures_tensor(scheme) or not few.reads_values(scheme, first.tile)):
+        chain = _input_chain(x, None, None, Choices(topk_ids, expert_map), first.experts, scheme)
+        [made] = launch.run_chains("moe_prepare", chain, interpret=interpret)
+        vectors = few.Vectors(Input(*made))
+    h, amax = few.first_product(
+        vectors,
+        w13,
+        routing,
+        jax.tree.map(jnp.ravel, experts.activation_params),
+        facts=first,
+        activation=spec.activation,
+        dtype=spec.dtype,
+        measure=_measures_tensor(h_scheme),
+        interpret=interpret,
+    )
+    vectors = few.Vectors(Input(h), _flat(experts.intermediate_scale), amax)
+    if h_scheme is not None and not few.reads_values(h_scheme, second.tile):
+        chain = quantise_chain(h, h_scheme)
+        [made] = launch.run_chains("moe_requantize", chain, interpret=interpret)
+        vectors = few.Vectors(Input(*made))
+    return few.second_product(vectors, w2, routing, spec.out_dtype, facts=second, interpret=interpret)
+
+
+def _measures_tensor(scheme: InputScheme | None) -> bool:
+    return scheme is not None and scheme.scale == "tensor"
+
+
+def _flat(scale: Array | None) -> Array | None:
+    return None if scale is None else scale.reshape(-1)
+
+
 def _of_experts(scale: Array, ids: Array, expert_map: Array | None) -> Array:
     """A scale (E,) for each slot, (S, 1); any of them where the slot's expert is not here."""
     if expert_map is not None:
@@ -180,7 +230,7 @@ def _products(
     spec: ExpertsSpec,
     interpret: bool,
 ) -> Array:
-    """The parts (n, S, H) of every slot's result, in ``slot_dtype`` if there is one part."""
+    """Every slot's result (S, H), in ``slot_dtype``."""
     w13, w2 = weights_of(experts, spec)
     given = experts.intermediate_scale
     product = functools.partial(Product, slots=slots, experts=w13.data.shape[1], exact=spec.exact)

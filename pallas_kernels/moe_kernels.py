@@ -8,7 +8,7 @@ and, where the scales it is to have fit a program's tile, into e4m3 codes and sc
 multiplies by the router weight. Both are float32.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -25,10 +25,6 @@ from pallas_kernels.lowering import load, store
 from pallas_kernels.tuning.heuristics import MatmulTile
 
 _F32_TINY = np.finfo(np.float32).tiny
-
-_FINISH_WARPS = 4
-_FINISH_COLUMNS = 512
-"""Columns of a program that sums a split product's parts, where no group of scales fixes them."""
 
 
 class _Hidden(NamedTuple):
@@ -91,35 +87,11 @@ def first_product(
     """
     tile, columns, scheme = product.tile, w.data.shape[3], epilogue.scheme
     operands = _Operands(params, given)
-    parts = None
-    if tile.split_k > 1:
-        shape = (tile.split_k, w.data.shape[2], product.slots, columns)
-        parts = lowering.kernel_call(
-            _part_kernel,
-            name="moe_first",
-            grid=product.grid(rows, columns),
-            out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-            interpret=interpret,
-            product=product,
-        )(x, w, rows)
-        width = epilogue.group or _FINISH_COLUMNS
-        tile = replace(
-            tile,
-            block_m=1,
-            block_n=min(body.pow2_at_least(width), _FINISH_COLUMNS),
-            num_warps=_FINISH_WARPS,
-            num_stages=1,
-            split_k=1,
-            swap=False,
-        )
-        product = replace(product, tile=tile)
     grid = product.grid(rows, columns)
     out = _hidden_shapes(product, columns, grid[0], epilogue, per_expert=given is not None and given.size > 1)
     [hidden] = lowering.kernel_call(
         _first_kernel,
-        name="moe_first" if parts is None else "moe_finish",
+        name="moe_first",
         grid=grid,
         out_shape=[out],
         num_warps=tile.num_warps,
@@ -127,7 +99,7 @@ def first_product(
         interpret=interpret,
         product=product,
         epilogue=epilogue,
-    )(x, w, rows, operands, parts)
+    )(x, w, rows, operands)
     if scheme is None:
         return Input(hidden.data)
     if scheme.scale == "static":
@@ -181,43 +153,26 @@ def quantise_chain(
     return quantize.tensor_chain(x, power_of_two=power_of_two, amax=amax, choices=choices, experts=experts)
 
 
-def _part_kernel(x: Input, w: Weights, rows: Rows, parts_ref: Any, *, product: Product) -> None:
-    """A part of K of the first product's sums."""
-    at = grouped.place(pl.program_id(0), w, rows, product)
-    block = grouped.locate(rows, at.block, product)
-
-    @pl.when(block.used)
-    def _() -> None:
-        totals = grouped.sums(x, w, block, at, product)
-        index, inside = _where(block, at, w, product)
-        for half, total in enumerate(totals):
-            store(parts_ref, (at.part, half, *index), total, mask=inside)
-
-
 def _first_kernel(
     x: Input,
     w: Weights,
     rows: Rows,
     operands: _Operands,
-    parts_ref: Any | None,
     out: _Hidden,
     *,
     product: Product,
     epilogue: Epilogue,
 ) -> None:
-    """The first product, or the end of it where ``parts_ref`` holds its parts."""
     program = pl.program_id(0)
     at = grouped.place(program, w, rows, product)
     found = grouped.locate(rows, at.block, product)
 
     @pl.when(found.used)
     def _() -> None:
-        totals = None if parts_ref is not None else grouped.sums(x, w, found, at, product)
+        totals = grouped.sums(x, w, found, at, product)
         # Located again, so that no slots are held in registers over the loop.
         block = grouped.locate(rows, at.block, product)
         index, inside = _where(block, at, w, product)
-        if totals is None:
-            totals = [_sum_parts(parts_ref, half, index, inside) for half in range(w.data.shape[2])]
         halves = []
         for half, total in enumerate(totals):
             value = grouped.finish(total, half, x, w, block, at, product)
@@ -241,14 +196,6 @@ def _where(block: Block, at: At, w: Weights, product: Product) -> tuple[tuple[Ar
     index = grouped.oriented(product.tile, block.slot, grouped.columns_of(at, product.tile))
     live, _ = grouped.oriented(product.tile, block.live, None)
     return index, live & (index[1] < w.data.shape[3])
-
-
-def _sum_parts(parts_ref: Any, half: int, index: tuple[Array, Array], inside: Array) -> Array:
-    """The parts of one half's sum, in ascending order."""
-    total = jnp.zeros(inside.shape, jnp.float32)
-    for part in range(parts_ref.shape[0]):
-        total = total + load(parts_ref, (part, half, *index), mask=inside, other=0)
-    return total
 
 
 def _store_hidden(
@@ -293,24 +240,23 @@ def second_product(
     product: Product,
     interpret: bool,
 ) -> Array:
-    """The parts (split_k, S, H) of every slot's result; rows of slots in no block are undefined.
+    """Every slot's result (S, H); rows of slots in no block are undefined.
 
     Args:
       h: the intermediate.
       w: w2.
       rows: where the rows of each expert are.
       weights: float32 (S,), router weights, or None for none.
-      out_dtype: of the result; parts of more than one are float32.
+      out_dtype: of the result.
       product: static facts.
       interpret: compute with XLA on any device, for tests.
     """
     tile, columns = product.tile, w.data.shape[3]
-    shape = (tile.split_k, product.slots, columns)
     return lowering.kernel_call(
         _second_kernel,
         name="moe_second",
         grid=product.grid(rows, columns),
-        out_shape=jax.ShapeDtypeStruct(shape, out_dtype if tile.split_k == 1 else jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((product.slots, columns), out_dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         interpret=interpret,
@@ -333,16 +279,15 @@ def _second_kernel(
         for place, total in zip(places, totals, strict=True):
             y = grouped.finish(total, 0, h, w, block, place, narrow)
             if w.bias is not None:
-                bias = grouped.bias_of(0, w, block, place, narrow)
-                y = y + (bias if product.tile.split_k == 1 else jnp.where(at.part == 0, bias, 0))
+                y = y + grouped.bias_of(0, w, block, place, narrow)
             if weights_ref is not None:
                 weight = load(weights_ref, (block.slot,), mask=block.live, other=0)
                 y = y * grouped.oriented(product.tile, weight, None)[0]
             index, inside = _where(block, place, w, narrow)
-            store(out_ref, (at.part, *index), y.astype(out_ref.dtype), mask=inside)
+            store(out_ref, index, y.astype(out_ref.dtype), mask=inside)
 
     if isinstance(rows, Batched):
         # Rows that do not count are zero, whichever block they lie in.
         index, inside = _where(found, at, w, product)
         rest = (index[0] < product.slots) & (index[1] < w.data.shape[3]) & ~inside
-        store(out_ref, (at.part, *index), jnp.zeros(rest.shape, out_ref.dtype), mask=rest)
+        store(out_ref, index, jnp.zeros(rest.shape, out_ref.dtype), mask=rest)

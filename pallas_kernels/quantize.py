@@ -267,7 +267,7 @@ def _tensor_kernel(
     if partials_ref is None:
         amax = _amax(x_ref, choices, experts, jnp.int32(0), 1, _tiles(*x_ref.shape))
     else:
-        amax = _largest(partials_ref)
+        amax = largest(partials_ref)
     scale, inverse = body.fp8_scale(amax, floor=TENSOR_FLOOR, power_of_two=power_of_two)
 
     def write(i: Array, carry: None) -> None:
@@ -327,7 +327,8 @@ def _static_kernel(program: Array, x_ref: Any, given_ref: Any, code_ref: Any, sc
     store(scale_ref, (line, 0), scale)
 
 
-def _largest(partials_ref: Any) -> Array:
+def largest(partials_ref: Any) -> Array:
+    """In a kernel: the maximum of float32 (n,), none of it negative."""
     parts = partials_ref.shape[0]
     width = min(body.pow2_at_least(parts), _TILE)
 

@@ -12,7 +12,8 @@ class MoETiles:
     Attributes:
       first: of x times w13; ``block_n`` counts columns of each half.
       second: of the intermediate times w2; its ``block_m`` is the first's.
-      single: every slot is a block of its own and nothing is aligned; for few slots, of mostly different experts.
+      single: every slot is a product of a matrix and a vector and nothing is aligned; for few slots, of mostly
+        different experts. Then ``block_m`` is 1 and ``num_stages`` counts the steps of K that are read together.
     """
 
     first: MatmulTile
@@ -26,8 +27,12 @@ _BYTES = {"fp8": (1, 1), "w8a16": (2, 1), "16bit": (2, 2), "32bit": (4, 4)}
 _STEP = {"fp8": 128, "w8a16": 64, "16bit": 64, "32bit": 32}
 """Longest step of K."""
 
-_LONG = 4096
-"""K from which parts of it may go to several programs."""
+_SINGLE_ROWS = 4
+"""Rows of each half of a program's weights where there is a vector a slot."""
+_SINGLE_TILE = 8192
+"""Weights that four warps multiply at a time there."""
+_SINGLE_SLOTS = 64
+"""Most slots of that kind: a program is as long however few share its expert."""
 
 
 def moe_tiles(
@@ -43,7 +48,6 @@ def moe_tiles(
     second_cell: int | None = None,
     group: int | None = None,
     exact: bool = True,
-    splits: bool = True,
     batched: bool = False,
     batch_invariant: bool = False,
     capability: int = 90,
@@ -62,21 +66,25 @@ def moe_tiles(
         none; see ``grouped.scale_cell``.
       group: group of the intermediate's scales, where it is quantised by groups.
       exact: FP8 sums are promoted to float32 at least every 128 of K.
-      splits: the first product may be split along K, which postpones the intermediate to a launch of its own.
       batched: for ``batched_experts``.
       batch_invariant: the choice may not depend on ``tokens``.
       capability: compute capability times ten.
       sm_count: streaming multiprocessors.
     """
     slots = tokens * top_k
-    single = not (batched or batch_invariant) and 4 * slots <= experts
+    if not (batched or batch_invariant) and (tokens == 1 or 2 * slots <= experts) and slots <= _SINGLE_SLOTS:
+        return MoETiles(
+            first=_vector_tile(halves, slots, intermediate, hidden, sm_count),
+            second=_vector_tile(top_k, tokens, hidden, intermediate, sm_count),
+            single=True,
+        )
     rows = tokens if batched else -(-slots // max(experts, 1))
     promoted = operands == "fp8" and (exact or second_cell is not None)
     # Two accumulators of 128 rows keep to registers on Hopper, and on Blackwell where sums are not promoted. Promoted,
     # they leave none for a masked last step.
     tall = capability >= 90 and operands in ("fp8", "16bit")
     tall = tall and not (promoted and (capability >= 100 or hidden % _STEP[operands]))
-    block_m = 64 if batch_invariant else 16 if single else _block_m(rows, tall)
+    block_m = 64 if batch_invariant else _block_m(rows, tall)
     first_n = group if group in (32, 64, 128) else 128 if operands != "32bit" else 32
     swap = operands != "32bit" and (block_m <= 32 or (operands == "w8a16" and capability >= 90))
     first = MatmulTile(
@@ -99,15 +107,7 @@ def moe_tiles(
         # Enough warps for the tensor core to be busy while others promote: sixteen, or two programs of eight.
         warps, stages = (16, 3) if block_m == 128 else (8, 2)
         second = replace(second, block_n=256, num_warps=warps, num_stages=stages, pieces=2)
-    if single:
-        if splits:
-            first = _for_few(first, slots, intermediate, hidden, sm_count)
-        second = _for_few(second, slots, hidden, intermediate, sm_count)
-    return MoETiles(
-        first=_fitted(first, halves, operands, capability),
-        second=_fitted(second, 1, operands, capability),
-        single=single,
-    )
+    return MoETiles(first=_fitted(first, halves, operands, capability), second=_fitted(second, 1, operands, capability))
 
 
 def _block_m(rows: int, tall: bool) -> int:
@@ -119,16 +119,21 @@ def _block_m(rows: int, tall: bool) -> int:
     return 128 if tall and rows >= 512 else 64
 
 
-def _for_few(tile: MatmulTile, blocks: int, columns: int, k: int, sm_count: int) -> MatmulTile:
-    """The tile with K split where there would be too few programs, and too long ones, to keep memory busy."""
-    steps = -(-k // tile.block_k)
-    if k < _LONG or 2 * blocks * -(-columns // tile.block_n) > sm_count:
-        return tile
-    block_n = min(tile.block_n, 64)
-    programs, split = blocks * -(-columns // block_n), 1
-    while 2 * split * programs <= 2 * sm_count and steps >= 8 * split:
-        split *= 2
-    return replace(tile, block_n=block_n, split_k=split)
+def _vector_tile(matrices: int, vectors: int, rows: int, k: int, sm_count: int) -> MatmulTile:
+    """Tile of programs that multiply some rows of each of ``matrices`` matrices (rows, K) with a vector.
+
+    There are ``vectors`` times as many programs as it takes for all rows.
+    """
+    block_n = _SINGLE_ROWS
+    while block_n > 1 and vectors * -(-rows // block_n) < 2 * sm_count:
+        block_n //= 2
+    block_k = min(_SINGLE_TILE // (block_n * _pow2(matrices)), max(_pow2(k), 32))
+    return MatmulTile(block_m=1, block_n=block_n, block_k=block_k, num_warps=4, num_stages=2 if k >= 2 * block_k else 1)
+
+
+def _pow2(n: int) -> int:
+    """The smallest power of two that is not below ``n``."""
+    return 1 << (n - 1).bit_length()
 
 
 def _fitted(tile: MatmulTile, halves: int, operands: Operands, capability: int) -> MatmulTile:

@@ -168,7 +168,6 @@ def tiles_of(case: Case, layer: Layer, **options: Any) -> MoETiles:
         second_cell=scale_cell(block_of(layer.w2), -1 if second is None else second.x_group),
         group=group,
         exact=case.accumulation == "exact",
-        splits=second is None or second.scale != "tensor",
         **options,
     )
 

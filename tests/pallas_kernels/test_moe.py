@@ -18,13 +18,19 @@ from tests.pallas_kernels import moe_cases as cases
 from tests.pallas_kernels.moe_cases import Case, Layer, relative_error
 
 
-def tiles(block_n: int = 32, block_k: int = 32, *, split: int = 1, swap: bool = True, single: bool = False) -> MoETiles:
+def tiles(block_n: int = 32, block_k: int = 32, *, swap: bool = True) -> MoETiles:
     """One small tile for both products."""
-    tile = MatmulTile(block_m=16, block_n=block_n, block_k=block_k, num_warps=4, num_stages=2, split_k=split, swap=swap)
-    return MoETiles(first=tile, second=tile, single=single or split > 1)
+    tile = MatmulTile(block_m=16, block_n=block_n, block_k=block_k, num_warps=4, num_stages=2, swap=swap)
+    return MoETiles(first=tile, second=tile)
 
 
-SWAPPED, PLAIN, SINGLE, SPLIT = tiles(), tiles(swap=False), tiles(single=True), tiles(split=2)
+def single(block_n: int = 4, block_k: int = 32, stages: int = 2) -> MoETiles:
+    """The same for matrices times vectors."""
+    tile = MatmulTile(block_m=1, block_n=block_n, block_k=block_k, num_warps=4, num_stages=stages)
+    return MoETiles(first=tile, second=tile, single=True)
+
+
+SWAPPED, PLAIN, SINGLE = tiles(), tiles(swap=False), single()
 
 
 @functools.partial(jax.jit, static_argnames="spec")
@@ -59,7 +65,7 @@ ODD = {"tokens": 7, "hidden": 72, "intermediate": 40, "experts": 5, "top_k": 3}
 BLOCKS = {"tokens": 6, "hidden": 200, "intermediate": 160, "experts": 3, "top_k": 2}
 
 
-@pytest.mark.parametrize("how", [SWAPPED, PLAIN, SINGLE, SPLIT], ids=["swapped", "plain", "single", "split"])
+@pytest.mark.parametrize("how", [SWAPPED, PLAIN, SINGLE], ids=["swapped", "plain", "single"])
 def test_every_routing_over_extents_that_divide_nothing(how):
     check(Case(**ODD, bias=True), how)
 
@@ -74,13 +80,17 @@ def test_other_dtypes(dtype):
     [
         ("fp8_block", tiles(128, 128)),
         ("fp8_block", tiles(128, 64, swap=False)),
-        ("fp8_block", tiles(64, 64, split=2)),
-        ("fp8_block:block=64", tiles(64, 64, single=True)),
+        ("fp8_block", single(8, 128)),
+        ("fp8_block", single(4, 64)),
+        ("fp8_block:block=64", single(2, 64, 3)),
         ("fp8_block:block=32", tiles(32, 64)),
         ("fp8_block:scale_dtype=e8m0", tiles(64, 128)),
         ("fp8_tensor", tiles(64, 64)),
         ("fp8_channel", tiles(64, 64)),
-        ("fp8_channel", tiles(64, 64, split=2)),
+        ("fp8_tensor", single()),
+        ("fp8_channel", single()),
+        ("fp8_w8a16:block=1x32", single()),
+        ("mxfp8", single(1, 128, 1)),
         ("fp8_w8a16", tiles(64, 64)),
         ("fp8_w8a16:block=1x32", tiles(64, 32)),
         ("mxfp8", tiles(32, 32)),
