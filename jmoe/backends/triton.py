@@ -56,7 +56,7 @@ def heuristic_tiles(op: OpSpec, device: DeviceSpec, accumulation: Accumulation) 
             op.tokens,
             op.features,
             op.hidden,
-            operands=_operands(op, op.recipe),
+            operands=operands_of(op),
             cell=_cell(op.recipe),
             exact=accumulation == "exact",
             **facts,
@@ -74,7 +74,7 @@ def _tiles_of_experts(op: OpSpec, exact: bool, facts: dict[str, Any]) -> MoETile
         op.intermediate,
         op.experts,
         max(op.top_k, 1),
-        operands=_operands(op, op.recipe),
+        operands=operands_of(op),
         halves=2 if op.gated else 1,
         first_cell=_cell(op.recipe),
         second_cell=_cell(second),
@@ -153,13 +153,13 @@ def _is_fp8(scheme: Scheme) -> bool:
     return scheme.format in ("e4m3", "e5m2")
 
 
-def _operands(op: OpSpec, recipe: Recipe) -> Operands:
+def operands_of(op: OpSpec) -> Operands:
     """What the dots are made of."""
-    if recipe.input is not None:
+    if op.recipe.input is not None:
         return "fp8"
     if op.dtype == "float32":
         return "32bit"
-    return "16bit" if recipe.weight is None else "w8a16"
+    return "16bit" if op.recipe.weight is None else "w8a16"
 
 
 def _block(weight: Scheme | None) -> tuple[int, int]:
