@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jmoe import models as models
     from jmoe import nn as nn
     from jmoe import parallel as parallel
+    from jmoe import tuning as tuning
 
 __version__ = "0.1.0"
 
@@ -54,7 +55,7 @@ __all__ = [
 ]
 
 # Imported when first used: operations alone need no Flax.
-_PACKAGES = ("checkpoint", "models", "nn", "parallel")
+_PACKAGES = ("checkpoint", "models", "nn", "parallel", "tuning")
 
 
 def __getattr__(name: str) -> Any:

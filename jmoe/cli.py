@@ -1,4 +1,4 @@
-"""The command line: compare, quantize, inspect, explain, doctor."""
+"""The command line: compare, quantize, inspect, explain, tune, doctor."""
 
 import contextlib
 import importlib.metadata
@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import jmoe
-from jmoe import checkpoint
+from jmoe import checkpoint, tuning
 from jmoe.backends.activation import as_activation
 from jmoe.backends.select import IMPLEMENTATIONS, as_device, default_accumulation, select
 from jmoe.backends.spec import DeviceSpec, OpSpec, Selection
@@ -29,7 +29,9 @@ from jmoe.checkpoint.summary import ModuleSummary, Summary
 from jmoe.compare import DEFAULT_RECIPES, ReasonedTable, split_recipes
 from jmoe.compare import compare as run_comparison
 from jmoe.ops.explain import describe
+from jmoe.ops.warmup import BUCKETS
 from jmoe.scheme import RECIPES, Recipe, as_recipe
+from jmoe.tuning import command
 
 app = typer.Typer(
     help="Quantized linear layers and Mixture-of-Experts for JAX: compare recipes, inspect checkpoints, see what runs.",
@@ -435,6 +437,49 @@ def doctor(device: _DeviceOption = None) -> None:
     console.print(_implementation_table(op, spec))
     selection, because = _choice(op, spec)
     console.print(f"in bf16 it takes {selection.implementation if selection else 'none'}: {because}")
+
+
+@app.command("tune")
+def tune_command(
+    models: Annotated[
+        list[str] | None, typer.Option("--model", help=f"Layers of {', '.join(tuning.MODELS)}; repeat or use commas.")
+    ] = None,
+    moe: Annotated[list[str] | None, typer.Option(metavar="HxIxExk", help="A layer of experts; repeat.")] = None,
+    linear: Annotated[list[str] | None, typer.Option(metavar="NxK", help="A linear layer; repeat.")] = None,
+    recipes: Annotated[str, typer.Option("--recipe", help="fp8_block,bf16,...")] = "fp8_block",
+    tokens: Annotated[str, typer.Option(help="Rows of x.")] = ",".join(map(str, BUCKETS)),
+    part: Annotated[str, typer.Option(help="Of a model: experts, linears or all.")] = "all",
+    out: Annotated[Path, typer.Option(help="The file; what it has already is kept.")] = Path("tiles.json"),
+    candidates: Annotated[int, typer.Option(min=1, help="Tiles to measure for each.")] = tuning.CANDIDATES,
+    again: Annotated[bool, typer.Option("--again", help="Measure what the file has already.")] = False,
+    dry: Annotated[bool, typer.Option("--dry", help="Show what would be measured; takes no GPU.")] = False,
+    device: Annotated[str | None, typer.Option(help="Of --dry: a known device such as h100.")] = None,
+) -> None:
+    """Measures tiles on this GPU and writes the fastest to a file, for jmoe.config(tuning=FILE) or JMOE_TUNING."""
+    if device is not None and not dry:
+        raise ValueError(f"--device {device} goes with --dry; tiles are measured on the GPU that JAX computes on")
+    how = [as_recipe(name) for name in split_recipes(recipes)]
+    ops = command.operations_to_tune(models or [], moe or [], linear or [], how, tokens, part)
+    if dry:
+        console.print(command.candidate_table(ops, _device(device), candidates))
+        return
+    _device(None)
+    with _progress() as progress:
+        task = progress.add_task("starting", total=None)
+        trials = tuning.tune(
+            ops,
+            out,
+            count=candidates,
+            again=again,
+            progress=lambda what, done, total: progress.update(task, description=what, completed=done, total=total),
+        )
+    if trials:
+        console.print(command.trial_table(trials))
+    console.print(
+        f"measured {len(trials)} of {len(ops)} operations, the others are in the file already; "
+        f"JMOE_TUNING={out} or jmoe.config(tuning={str(out)!r}) takes these tiles",
+        soft_wrap=True,
+    )
 
 
 def _device(name: str | None) -> DeviceSpec:

@@ -112,7 +112,7 @@ def test_make_targets_exist():
 def test_commands_are_those_of_the_command_line():
     [commands] = [block for block in blocks("") if "jmoe compare" in block]
     lines = [re.split(r"\s{3,}", line)[0].split() for line in commands.splitlines()]
-    assert [line[1] for line in lines] == ["compare", "quantize", "inspect", "explain", "doctor"]
+    assert [line[1] for line in lines] == ["compare", "quantize", "inspect", "explain", "tune", "doctor"]
     for program, command, *arguments in lines:
         assert program == "jmoe"
         known = cli_output([command, "--help"])

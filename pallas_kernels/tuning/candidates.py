@@ -5,7 +5,7 @@ GPU idle, so that a few measurements are enough. Its constants are an H200's, an
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from pallas_kernels.tuning.heuristics import MatmulTile, Operands, shared_memory
@@ -180,42 +180,57 @@ def matmul_candidates(base: MatmulTile, problem: Problem, count: int) -> list[Ma
     return _best(base, _space(base, sorted(heights), problem, splits=few, groups=(base.group,)), problem, count)
 
 
-def moe_candidates(base: MoETiles, first: Problem, second: Problem, count: int, *, splits: bool) -> list[MoETiles]:
-    """At most ``count`` pairs of tiles, the heuristic's ``base`` first; of its height most, a few of its neighbours'.
+def moe_candidates(bases: Sequence[MoETiles], first: Problem, second: Problem, count: int) -> list[MoETiles]:
+    """At most ``count`` pairs of tiles of a layer of experts, the heuristic's first.
 
     The i-th tiles of both products make a pair: a product's time does not depend on the other's tile, but for the
-    height that both share.
+    height that both share and the kind of kernel.
 
     Args:
-      base: the heuristic's.
+      bases: the heuristic's tiles for this row count, and for others nearby; those of another height or kind than the
+        first are candidates as they are.
       first, second: the products; ``m`` is the rows of an expert on average.
       count: at least 1.
-      splits: the first product may be split along K.
     """
-    own = base.first.block_m
-    others: list[int] = []
-    if not base.single:
-        target = min(128, max(16, _power_of_two(first.m)))
-        others = [h for h in (16, 32, 64, 128) if h != own and target // 2 <= h <= target * 2]
-    each = count // (len(others) + 1)
-    pairs = []
-    for height in [own, *others]:
-        number = count - each * len(others) if height == own else each
-        a, b = (
-            _of_height(tile, height, problem, number, splits=base.single and may_split)
-            for tile, problem, may_split in ((base.first, first, splits), (base.second, second, True))
+    base = bases[0]
+    others: dict[tuple[int, bool], MoETiles] = {}
+    for other in bases[1:]:
+        if _height(other) != _height(base):
+            others.setdefault(_height(other), other)
+    chosen = list(others.values())[: (count - 1) // 2]
+    tiles = [
+        _of_vectors(tile, problem, count - len(chosen))
+        if base.single
+        else _best(
+            tile,
+            _space(tile, (tile.block_m,), problem, splits=False, groups=(tile.group,)),
+            problem,
+            count - len(chosen),
         )
-        for i in range(max(len(a), len(b))):
-            pair = (tiles[i] if i < len(tiles) else tiles[0] for tiles in (a, b))
-            pairs.append(MoETiles(first=next(pair), second=next(pair), single=base.single))
-    return pairs
+        for tile, problem in ((base.first, first), (base.second, second))
+    ]
+    pairs = [replace(base, first=a or base.first, second=b or base.second) for a, b in itertools.zip_longest(*tiles)]
+    return [*pairs, *chosen]
 
 
-def _of_height(tile: MatmulTile, height: int, problem: Problem, count: int, *, splits: bool) -> list[MatmulTile]:
-    space = list(_space(tile, (height,), problem, splits=splits, groups=(tile.group,)))
-    if tile.block_m != height:
-        tile = min(space, key=lambda other: estimated_us(other, problem), default=tile)
-    return _best(tile, space, problem, count) if count and tile.block_m == height else []
+def _height(tiles: MoETiles) -> tuple[int, bool]:
+    return tiles.first.block_m, tiles.single
+
+
+def _of_vectors(base: MatmulTile, problem: Problem, count: int) -> list[MatmulTile]:
+    """Tiles of programs that multiply some rows with a vector: ``base``, and wider, longer and larger ones."""
+    found = [base]
+    for rows, columns, warps in ((2, 0.5, 1), (0.5, 2, 1), (1, 2, 2), (1, 0.5, 0.5), (2, 1, 2), (0.5, 1, 0.5)):
+        tile = replace(
+            base,
+            block_n=int(base.block_n * rows),
+            block_k=int(base.block_k * columns),
+            num_warps=int(base.num_warps * warps),
+        )
+        fits = tile.block_n >= 1 and 128 <= tile.block_k <= _power_of_two(problem.k) and 1 <= tile.num_warps <= 8
+        if fits and len(found) < count:
+            found.append(tile)
+    return found
 
 
 def _power_of_two(n: int) -> int:

@@ -77,17 +77,20 @@ def test_the_measured_winners_are_among_the_candidates():
 
 @pytest.mark.parametrize("tokens", [1, 8, 64, 512, 8192])
 def test_candidates_of_a_layer_of_experts(tokens):
-    base = moe_tiles(tokens, 2048, 768, 128, 8, operands="fp8", first_cell=128, second_cell=128, group=128)
+    def heuristic(rows):
+        return moe_tiles(rows, 2048, 768, 128, 8, operands="fp8", first_cell=128, second_cell=128, group=128)
+
+    bases = [heuristic(rows) for rows in (tokens, max(1, tokens // 4), 4 * tokens)]
     read = min(128, 8 * tokens)
     facts = {"m": 8 * tokens // read, "operands": "fp8", "promoted": True, "groups": read}
     first = Problem(n=768, k=2048, halves=2, columns=128, **facts)
     second = Problem(n=2048, k=768, **facts)
-    pairs = moe_candidates(base, first, second, 4, splits=True)
-    assert pairs[0] == base and len(set(pairs)) == len(pairs) <= 4
+    pairs = moe_candidates(bases, first, second, 4)
+    assert pairs[0] == bases[0] and 2 < len(set(pairs)) == len(pairs) <= 4
     for pair in pairs:
-        assert pair.first.block_m == pair.second.block_m and pair.single == base.single
-        assert pair.first.block_n == 128  # a group of the intermediate's scales
-        assert is_legal(pair.first, first) and is_legal(pair.second, second)
-    heights = {pair.first.block_m for pair in pairs}
-    assert len(heights) == 1 if base.single else len(heights) > 1
-    assert moe_candidates(base, first, second, 1, splits=True) == [base]
+        assert pair.first.block_m == pair.second.block_m
+        if not pair.single:
+            assert pair.first.block_n == 128  # a group of the intermediate's scales
+            assert is_legal(pair.first, first) and is_legal(pair.second, second)
+    assert {(b.first.block_m, b.single) for b in bases} >= {(p.first.block_m, p.single) for p in pairs}
+    assert moe_candidates(bases, first, second, 1) == bases[:1]
