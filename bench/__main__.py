@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from bench import harness, report
+from bench import harness, report, variants
 
 BENCHMARKS = ("linear", "moe", "tiles")
 
@@ -15,7 +15,9 @@ BENCHMARKS = ("linear", "moe", "tiles")
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("benchmark", choices=BENCHMARKS)
-    parser.add_argument("--recipes", help="comma-separated; all by default")
+    ways = f"with ways behind plus signs, such as fp8_block+zipf: {', '.join(variants.WAYS)}"
+    parser.add_argument("--recipes", help=f"comma-separated; {ways}; all by default")
+    parser.add_argument("--routing", default="uniform", help="of experts: uniform, zipf, or both with a comma between")
     parser.add_argument("--layers", help="comma-separated names of layers; all by default")
     parser.add_argument("--tokens", help="comma-separated row counts; all by default")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
@@ -24,6 +26,11 @@ def main() -> None:
     name = "-".join(filter(None, (given.benchmark, given.label)))
     benchmark = importlib.import_module(f"bench.{given.benchmark}")
 
+    def is_known(option: str, value: str, known: Iterable[str]) -> bool:
+        if option == "recipes":
+            return variants.is_known(value, tuple(known), getattr(benchmark, "WAYS", ()))
+        return value in known
+
     def chosen(option: str, known: Iterable[Any], kind: Callable[[str], Any] = str) -> list[Any]:
         text = getattr(given, option)
         names = list(known) if text is None else text.split(",")
@@ -31,15 +38,21 @@ def main() -> None:
             values = [kind(name) for name in names]
         except ValueError:
             parser.error(f"--{option} {text!r} must be numbers with commas between them")
-        wrong = [value for value in values if (value < 1 if kind is int else value not in known)]
+        wrong = [value for value in values if (value < 1 if kind is int else not is_known(option, value, known))]
         if wrong:
             parser.error(f"--{option} has {wrong[0]!r}; known are {', '.join(map(str, known))}")
         return values
 
+    recipes = chosen("recipes", benchmark.RECIPES)
+    routings = chosen("routing", ("uniform", "zipf"))
+    if given.benchmark != "moe" and routings != ["uniform"]:
+        parser.error(f"--routing {given.routing} is of experts, and {given.benchmark} has none")
+    zipf = [recipe if "zipf" in recipe.split("+") else f"{recipe}+zipf" for recipe in recipes]
+    recipes = list(dict.fromkeys(recipes * ("uniform" in routings) + zipf * ("zipf" in routings)))
     result = harness.run(
         benchmark.rows,
         chosen("layers", tuple(benchmark.LAYERS)),
-        chosen("recipes", benchmark.RECIPES),
+        recipes,
         chosen("tokens", benchmark.TOKENS, int),
         functools.partial(report.save, folder=given.out, name=name),
     )

@@ -54,7 +54,8 @@ def run(
 
 
 def peak_tflops(recipe: str, ceilings: Ceilings) -> float:
-    """The ceiling of the matrix unit that a recipe could use."""
+    """The ceiling of the matrix unit that a recipe (or a variant of it) could use."""
+    recipe = recipe.split("+")[0]
     return ceilings["fp8_tflops" if recipe in ("fp8_tensor", "fp8_channel", "fp8_block") else "bf16_tflops"]
 
 
@@ -94,13 +95,18 @@ def measure(
         layers = jnp.arange(calls, dtype=jnp.int32) % depth
         return lax.scan(lambda x, layer: (_next(x, call(x, weights, others[0], layer)), None), x, layers)[0]
 
+    def one(x: Array, weights: Any, others: Sequence[Any]) -> Array:
+        return call(x, weights, others[0], 0)
+
     functions: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
     for t, (x, others, *_) in inputs.items():
+        functions[f"one {t}"] = one, (x, weights, others)
         functions[f"independent {t}"] = independent, ([x] * depth, weights, others)
         functions[f"unrolled {t}"] = unrolled, (x, weights, others)
         if scan:
             functions[f"scanned {t}"] = scanned, (x, weights, others)
-    compiled = timing.compile_all(functions)
+    seconds: dict[str, float] = {}
+    compiled = timing.compile_all(functions, seconds)
     for t, (x, others, flops, moved) in inputs.items():
         xs = [jnp.roll(x, i, axis=-1) for i in range(depth)]
         time.sleep(timing.REST)
@@ -119,6 +125,8 @@ def measure(
             ceilings=ceilings,
             kernels=by_name(kernels, depth),
             clock=clocks.summary(samples),
+            compile_s=round(seconds[f"one {t}"], 2),
+            extra_bytes=compiled[f"one {t}"].memory_analysis().temp_size_in_bytes,
         )
         yield t, row
 

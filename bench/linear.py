@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import jmoe
-from bench import clocks, harness, report
+from bench import clocks, harness, report, variants
 
 LAYERS = {
     "8192x8192": (8192, 8192),
@@ -22,7 +22,18 @@ LAYERS = {
 }
 """Name to (N, K)."""
 
-RECIPES = ("xla-bf16", "torch-fp8", "bf16", "fp8_tensor", "fp8_channel", "fp8_block", "fp8_w8a16")
+RECIPES = (
+    "xla-bf16",
+    "torch-fp8",
+    "bf16",
+    "fp8_tensor",
+    "fp8_channel",
+    "fp8_channel+exact",
+    "fp8_block",
+    "fp8_block+batch_invariant",
+    "fp8_w8a16",
+)
+WAYS = ("batch_invariant", "exact", "fast")
 TOKENS = (1, 16, 64, 512, 4096)
 
 _CACHE = 1e8
@@ -52,8 +63,10 @@ def _weights(recipe: str, n: int, k: int) -> Any:
 
 
 def rows(name: str, recipe: str, tokens: Sequence[int], ceilings: harness.Ceilings) -> Iterator[harness.Measured]:
-    """Measures a layer under a recipe; see ``harness.run``."""
+    """Measures a layer under a recipe, in a variant of it; see ``harness.run``."""
     n, k = LAYERS[name]
+    variant = variants.parse(recipe)
+    recipe = variant.recipe
     if recipe == "torch-fp8":
         yield from _torch_rows(n, k, tokens, ceilings)
         return
@@ -61,7 +74,8 @@ def rows(name: str, recipe: str, tokens: Sequence[int], ceilings: harness.Ceilin
 
     def call(x: Array, weights: Any, _: None, layer: Any) -> Array:
         if stacked:
-            return jmoe.linear(x, weights, layer=layer, implementation="triton")
+            with jmoe.config(batch_invariant=variant.batch_invariant):
+                return jmoe.linear(x, weights, layer=layer, accumulation=variant.accumulation, implementation="triton")
         return lax.dot_general(x, weights[layer], (((1,), (1,)), ((), ())))
 
     inputs = {

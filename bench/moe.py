@@ -2,8 +2,9 @@
 
 Calls go through four distinct stacked layers in turn, so that no call finds its weights in the L2 cache. Kernels are
 summed over independent calls with routings of their own; wall times are of calls that depend on each other, unrolled
-and in a scan over the index of the layer. Routing is uniform, and a token's experts are distinct. Peers are what else
-there is in JAX, in bfloat16; their layers are not scanned over, which would copy a layer's weights each step.
+and in a scan over the index of the layer. Routing is uniform, or skewed (``+zipf``), and a token's experts are
+distinct. Peers are what else there is in JAX, in bfloat16; their layers are not scanned over, which would copy a
+layer's weights each step.
 """
 
 import functools
@@ -16,7 +17,7 @@ import numpy as np
 from jax import Array, lax
 
 import jmoe
-from bench import harness
+from bench import harness, variants
 from bench.peers import PEERS, Dot, fused_moe, is_here
 from jmoe.qtensor import QTensor, scale_grid
 
@@ -28,7 +29,19 @@ LAYERS = {
 }
 """Name to (H, I, E, k)."""
 
-RECIPES = ("fp8_block", "fp8_channel", "fp8_tensor", "fp8_w8a16", "bf16", *PEERS)
+RECIPES = (
+    "fp8_block",
+    "fp8_block+zipf",
+    "fp8_block+batch_invariant",
+    "fp8_block+fast",
+    "fp8_channel",
+    "fp8_channel+exact",
+    "fp8_tensor",
+    "fp8_w8a16",
+    "bf16",
+    *PEERS,
+)
+WAYS = ("zipf", "batch_invariant", "exact", "fast")
 TOKENS = (1, 8, 64, 512, 2048, 8192)
 
 DEPTH = 4
@@ -80,26 +93,30 @@ def _codes(key: Array, shape: tuple[int, ...]) -> Array:
     return (jax.random.normal(key, shape, jnp.bfloat16) * _CODE_SPREAD).clip(-448, 448).astype(jnp.float8_e4m3fn)
 
 
-def routing(tokens: int, name: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Router weights that add up to one, and ids."""
+def routing(tokens: int, name: str, seed: int, *, zipf: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """Router weights that add up to one, and ids; with ``zipf`` the i-th expert of a random order weighs 1/i."""
     _, _, experts, top_k = LAYERS[name]
     rng = np.random.default_rng(seed)
-    ids = np.argsort(rng.random((tokens, experts)), axis=1)[:, :top_k].astype(np.int32)
+    share = 1 / (1 + rng.permutation(experts)) if zipf else np.ones(experts)
+    # The first k of exponential arrivals are k draws without replacement.
+    ids = np.argsort(rng.exponential(size=(tokens, experts)) / share, axis=1)[:, :top_k].astype(np.int32)
     weights = rng.random((tokens, top_k), np.float32) + np.float32(0.1)
     return weights / weights.sum(1, keepdims=True), ids
 
 
 def rows(name: str, recipe: str, tokens: Sequence[int], ceilings: harness.Ceilings) -> Iterator[harness.Measured]:
-    """Measures a layer under a recipe or a peer; see ``harness.run``."""
+    """Measures a layer under a recipe or a peer, in a variant of it; see ``harness.run``."""
+    variant = variants.parse(recipe)
+    recipe = variant.recipe
     if _bytes(name, recipe) > 0.8 * _memory():
         print(f"{name}/{recipe}: {DEPTH} layers do not fit this device's memory", flush=True)
         return
     measure = functools.partial(
         harness.measure, depth=DEPTH, calls=_CALLS, peak=harness.peak_tflops(recipe, ceilings), ceilings=ceilings
     )
-    inputs = {t: _inputs(name, recipe, t) for t in tokens}
+    inputs = {t: _inputs(name, variant, t) for t in tokens}
     if recipe not in PEERS:
-        yield from measure(_call, make_weights(name, recipe), inputs, scan=True)
+        yield from measure(functools.partial(_call, variant), make_weights(name, recipe), inputs, scan=True)
         return
     if not is_here(recipe):
         print(f"{name}/{recipe}: not installed", flush=True)
@@ -116,21 +133,26 @@ def rows(name: str, recipe: str, tokens: Sequence[int], ceilings: harness.Ceilin
             print(f"{name}/{recipe}/{t}: does not fit this device's memory", flush=True)
 
 
-def _inputs(name: str, recipe: str, t: int) -> harness.Inputs:
+def _inputs(name: str, variant: variants.Variant, t: int) -> harness.Inputs:
     hidden, intermediate, _, top_k = LAYERS[name]
-    routings = [routing(t, name, seed) for seed in range(DEPTH)]
+    routings = [routing(t, name, seed, zipf=variant.zipf) for seed in range(DEPTH)]
     active = float(np.mean([len(np.unique(ids)) for _, ids in routings]))
     return harness.Inputs(
         x=jax.random.normal(jax.random.key(t), (t, hidden), jnp.bfloat16),
         others=[jax.tree.map(jnp.asarray, each) for each in routings],
         flops=6 * t * top_k * hidden * intermediate,
-        moved=active * 3 * hidden * intermediate * _bytes_each(recipe) + 4 * t * hidden,
+        moved=active * 3 * hidden * intermediate * _bytes_each(variant.recipe) + 4 * t * hidden,
     )
 
 
-def _call(x: Array, weights: tuple[Any, Any], routing: tuple[Array, Array], layer: Any) -> Array:
+def _call(
+    variant: variants.Variant, x: Array, weights: tuple[Any, Any], routing: tuple[Array, Array], layer: Any
+) -> Array:
     layer = jnp.asarray(layer, jnp.int32)
-    return jmoe.fused_moe(x, *weights, *routing, layer=layer, implementation="triton")
+    with jmoe.config(batch_invariant=variant.batch_invariant):
+        return jmoe.fused_moe(
+            x, *weights, *routing, layer=layer, accumulation=variant.accumulation, implementation="triton"
+        )
 
 
 def _peer_call(

@@ -3,6 +3,7 @@
 import datetime
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ def row(
     ceilings: dict[str, float],
     kernels: dict[str, float] | None = None,
     clock: dict[str, Any] | None = None,
+    compile_s: float | None = None,
+    extra_bytes: int | None = None,
 ) -> Row:
     """One measurement.
 
@@ -42,9 +45,11 @@ def row(
       ceilings: of the same run, see ``timing.ceilings``.
       kernels: microseconds a call of each kernel, by name.
       clock: of the GPU meanwhile, see ``clocks.summary``.
+      compile_s: seconds that it took to trace, lower and compile one call, cold, beside other compilations.
+      extra_bytes: temporary memory of one call.
 
     Returns:
-      The columns, ``kernels`` and ``clock``; ``floor`` is the least time that the ceilings allow, in us.
+      The columns, and the last four; ``floor`` is the least time that the ceilings allow, in us.
     """
     best = us_kernels or us
     return {
@@ -57,6 +62,8 @@ def row(
         "floor": max(flops / peak_tflops * 1e-6, moved / ceilings["gbs"] * 1e-3),
         "kernels": kernels or {},
         "clock": clock or {},
+        "compile_s": compile_s,
+        "extra_bytes": extra_bytes,
     }
 
 
@@ -85,7 +92,7 @@ def write(results: dict[str, Any], folder: Path, name: str, *, chart: bool = Tru
     written = [save(results, folder, name)]
     if chart:
         written.append(written[0].with_suffix(".png"))
-        _plot(results, written[1])
+        plot(results, written[1])
     print_table(results)
     print(f"wrote {' and '.join(map(str, written))}")
 
@@ -95,13 +102,14 @@ def print_table(results: dict[str, Any]) -> None:
     limits = ", ".join(f"{key} {value:.0f}" for key, value in results["ceilings"].items())
     table = Table(title=f"{results['device']}, jax {results['versions']['jax']}; ceilings: {limits}")
     table.add_column("layer/recipe/T")
-    for column in (*COLUMNS, "of floor", "MHz"):
+    for column in (*COLUMNS, "of floor", "compile s", "extra MB", "MHz"):
         table.add_column(column, justify="right")
     for key, values in results["rows"].items():
         best = values["us_kernels"] or values["us"]
         share = f"{values['floor'] / best:.0%}" if best else ""
-        clock = values.get("clock", {}).get("mhz", "")
-        table.add_row(key, *(_number(values[c]) for c in COLUMNS), share, str(clock))
+        extra = values.get("extra_bytes")
+        more = (values.get("compile_s"), None if extra is None else extra / 1e6, values.get("clock", {}).get("mhz"))
+        table.add_row(key, *(_number(values[c]) for c in COLUMNS), share, *map(_number, more))
     Console(width=160).print(table)
 
 
@@ -111,8 +119,11 @@ def _number(value: float | None) -> str:
     return str(value) if isinstance(value, int) else f"{value:.1f}"
 
 
-def _plot(results: dict[str, Any], path: Path) -> None:
-    """Time over rows, a panel a layer and a line a recipe, with the floor of the fastest format below."""
+def plot(results: dict[str, Any], path: Path) -> None:
+    """Time of a call over rows: a panel a layer, a line a recipe, the roofline of each format, and peers' points.
+
+    The roofline is the least time that the ceilings measured in the same run allow.
+    """
     matplotlib.use("agg")
     from matplotlib import pyplot
 
@@ -120,16 +131,65 @@ def _plot(results: dict[str, Any], path: Path) -> None:
     for key, values in results["rows"].items():
         layer, recipe, tokens = key.rsplit("/", 2)
         panels.setdefault(layer, {}).setdefault(recipe, {})[int(tokens)] = values
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels), 4), squeeze=False)
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(max(6, 5 * len(panels)), 4.5), squeeze=False)
     for axis, (layer, recipes) in zip(axes[0], panels.items(), strict=True):
+        colours = {}
         for recipe, points in recipes.items():
-            times = {t: v["us_kernels"] or v["us"] for t, v in points.items()}
-            axis.plot(list(times), list(times.values()), marker="o", label=recipe)
-        least = {t: min(r[t]["floor"] for r in recipes.values() if t in r) for r in recipes.values() for t in r}
-        axis.plot(sorted(least), [least[t] for t in sorted(least)], linestyle=":", color="black", label="least floor")
+            times = {t: points[t]["us"] or points[t]["us_kernels"] for t in sorted(points)}
+            [line] = axis.plot(list(times), list(times.values()), marker="o", markersize=4, label=recipe)
+            colours[recipe] = line.get_color()
+        for floor, named in _rooflines(recipes).items():
+            axis.plot(*zip(*floor, strict=True), linestyle=":", color=colours[named[0]], label=f"roofline {named[0]}")
+        for name, points in _peers_of(layer, recipes, results["device"]).items():
+            colour = colours.get(name.rsplit(" ", 1)[1], "gray")
+            axis.plot(list(points), list(points.values()), "x--", linewidth=0.8, color=colour, label=name)
         axis.set(title=layer, xlabel="rows", ylabel="microseconds", xscale="log", yscale="log")
-    axes[0][-1].legend(fontsize="small")
+        axis.legend(fontsize="x-small")
     figure.suptitle(results["device"])
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _rooflines(recipes: dict[str, dict[int, Row]]) -> dict[tuple[tuple[int, float], ...], list[str]]:
+    """Floors over rows, each with the recipes that have it, but for those that are another's to a tenth."""
+    found: dict[tuple[tuple[int, float], ...], list[str]] = {}
+    for recipe, points in recipes.items():
+        floor = tuple((t, points[t]["floor"]) for t in sorted(points))
+        alike = [other for other in found if _alike(dict(other), dict(floor))]
+        found.setdefault(alike[0] if alike else floor, []).append(recipe)
+    return found
+
+
+def _alike(a: dict[int, float], b: dict[int, float]) -> bool:
+    common = a.keys() & b.keys()
+    return bool(common) and all(abs(a[t] - b[t]) <= 0.1 * b[t] for t in common)
+
+
+PUBLISHED = Path(__file__).parent / "vllm-h200.json"
+"""Times of vLLM's layers of experts: "layer/path recipe/T" to microseconds, and how they were measured."""
+
+
+def _peers_of(layer: str, recipes: dict[str, Any], device: str) -> dict[str, dict[int, float]]:
+    """Published times of a layer on that device, of the recipes that are drawn."""
+    if "H200" not in device:
+        return {}
+    found: dict[str, dict[int, float]] = {}
+    for key, us in json.loads(PUBLISHED.read_text())["rows"].items():
+        of, name, tokens = key.rsplit("/", 2)
+        if of == layer and name.rsplit(" ", 1)[1] in recipes:
+            found.setdefault(name, {})[int(tokens)] = us
+    return found
+
+
+def main() -> None:
+    """Draws the charts of results again: ``python -m bench.report bench/results/moe-*.json``."""
+    for name in sys.argv[1:]:
+        path = Path(name)
+        results = json.loads(path.read_text())
+        plot(results, path.with_suffix(".png"))
+        print_table(results)
+
+
+if __name__ == "__main__":
+    main()

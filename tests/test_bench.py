@@ -10,8 +10,9 @@ import pytest
 
 import jmoe
 from bench import __main__ as command_line
-from bench import clocks, harness, linear, moe, peers, report, tiles, timing
+from bench import clocks, harness, linear, moe, peers, report, tiles, timing, variants
 from jmoe.backends.spec import DeviceSpec, OpSpec
+from jmoe.scheme import RECIPES
 
 CEILINGS = {"gbs": 4000.0, "bf16_tflops": 800.0, "fp8_tflops": 1600.0}
 
@@ -123,6 +124,9 @@ def test_kernels_are_summed_by_name_over_independent_calls():
         (["--recipes", "fp8_block,int3"], "--recipes has 'int3'; known are xla-bf16, torch-fp8,"),
         (["--tokens", "many"], "--tokens 'many' must be numbers with commas between them"),
         (["--tokens", "8,0"], "--tokens has 0; known are 1, 16,"),
+        (["--recipes", "fp8_block+zipf"], "--recipes has 'fp8_block+zipf'; known are xla-bf16,"),
+        (["--routing", "zipf"], "--routing zipf is of experts, and linear has none"),
+        (["--routing", "skewed"], "--routing has 'skewed'; known are uniform, zipf"),
     ],
 )
 def test_what_is_not_known_is_wrong_usage(arguments, message, small_layers, monkeypatch, capsys):
@@ -186,3 +190,96 @@ def test_tiles_have_a_row_each_and_the_heuristics_comes_first(monkeypatch):
         ).tile("tile")
         assert next(iter(rows)) == f"128/{heuristic}" and len(rows) == 8
         assert all(row["us"] > 0 for row in rows.values())
+
+
+def test_a_name_says_how_a_recipe_is_called():
+    assert variants.parse("bf16") == ("bf16", False, False, None)
+    assert variants.parse("fp8_channel+exact+zipf") == ("fp8_channel", True, False, "exact")
+    assert variants.parse("fp8_block+batch_invariant").batch_invariant
+    for name in (*moe.RECIPES, *linear.RECIPES):
+        assert variants.parse(name).recipe in (*RECIPES, *peers.PEERS, "xla-bf16", "torch-fp8")
+
+
+def test_zipf_routing_is_skewed_and_a_tokens_experts_are_distinct(monkeypatch):
+    monkeypatch.setattr(moe, "LAYERS", {"small": (16, 8, 32, 4)})
+    counts = {}
+    for zipf in (False, True):
+        _, ids = moe.routing(2000, "small", 0, zipf=zipf)
+        assert ids.shape == (2000, 4) and all(len(set(row)) == 4 for row in ids.tolist())
+        counts[zipf] = np.sort(np.bincount(ids.ravel(), minlength=32))[::-1]
+    assert counts[False].max() < 1.3 * counts[False].mean()
+    assert counts[True][0] > 1300 and counts[True][0] > 5 * counts[True][16]  # the first is most tokens' choice
+
+
+def test_a_variant_reaches_the_operation(small_layers, monkeypatch):
+    seen = []
+
+    def fused_moe(x, *_, accumulation, **__):
+        seen.append((accumulation, jmoe.config.batch_invariant))
+        return x
+
+    monkeypatch.setattr(jmoe, "fused_moe", fused_moe)
+    for name in ("fp8_channel+exact", "fp8_channel+batch_invariant"):
+        moe._call(variants.parse(name), jnp.ones(2), (None, None), (None, None), 0)
+    assert seen == [("exact", False), (None, True)]
+
+
+def test_a_row_has_compile_time_and_extra_memory(small_layers):
+    [(_, row)] = moe.rows("small", "ragged-bf16", [8], CEILINGS)
+    assert row["compile_s"] > 0 and row["extra_bytes"] > 0
+    assert row["clock"] == {}  # of a CPU
+
+
+def test_both_routings_have_rows(small_layers, monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        "sys.argv",
+        [
+            "bench",
+            "moe",
+            "--recipes",
+            "ragged-bf16",
+            "--routing",
+            "uniform,zipf",
+            "--tokens",
+            "4",
+            "--out",
+            str(tmp_path),
+        ],
+    )
+    command_line.main()
+    [path] = tmp_path.glob("moe-*.json")
+    assert list(json.loads(path.read_text())["rows"]) == ["small/ragged-bf16/4", "small/ragged-bf16+zipf/4"]
+
+
+def test_a_chart_has_published_points_of_the_recipes_that_it_draws():
+    recipes = {"fp8_block": {}, "bf16": {}}
+    found = report._peers_of("qwen3-30b", recipes, "NVIDIA H200")
+    assert found["vLLM Triton fp8_block"] == {
+        1: 28.3,
+        8: 84.7,
+        32: 150.8,
+        128: 174.1,
+        512: 222.5,
+        2048: 459.4,
+        8192: 1475.3,
+    }
+    assert set(found) == {"vLLM Triton fp8_block", "vLLM Triton bf16"}
+    assert set(report._peers_of("mixtral", {"int4": {}}, "NVIDIA H200")) == {"vLLM Marlin int4"}
+    assert report._peers_of("qwen3-30b", recipes, "NVIDIA H100") == {}
+    assert "microseconds" in json.loads(report.PUBLISHED.read_text())["unit"]
+
+
+def test_formats_that_read_as_many_bytes_share_a_roofline():
+    def points(*floors):
+        return {t: {"floor": floor} for t, floor in zip((1, 8), floors, strict=True)}
+
+    found = report._rooflines({"fp8_block": points(10, 60), "fp8_tensor": points(10.5, 60), "bf16": points(20, 120)})
+    assert list(found.values()) == [["fp8_block", "fp8_tensor"], ["bf16"]]
+
+
+def test_charts_are_drawn_again_from_results(tmp_path, monkeypatch, capsys):
+    rows = {f"qwen3-30b/{recipe}/{t}": measured() for recipe in ("fp8_block", "fp8_block+zipf") for t in (1, 8)}
+    path = report.save({**report.result(CEILINGS, rows), "device": "NVIDIA H200"}, tmp_path, "moe")
+    monkeypatch.setattr("sys.argv", ["bench.report", str(path)])
+    report.main()
+    assert path.with_suffix(".png").stat().st_size > 0 and "qwen3-30b/fp8_block+zipf/8" in capsys.readouterr().out

@@ -13,11 +13,31 @@ Kernels = list[tuple[str, float]]
 """(name, microseconds) of kernels, in the order in which they are launched."""
 
 
-def compile_all(functions: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]) -> dict[str, Any]:
-    """Each function compiled for its arguments (arrays or shapes): traced one by one, compiled in threads."""
-    lowered = {name: jax.jit(f).lower(*args) for name, (f, args) in functions.items()}
+def compile_all(
+    functions: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]], seconds: dict[str, float] | None = None
+) -> dict[str, Any]:
+    """Each function compiled for its arguments (arrays or shapes): traced one by one, compiled in threads.
+
+    ``seconds`` gets what each took to trace, lower and compile.
+    """
+    took: dict[str, float] = {} if seconds is None else seconds
+
+    def lower(name: str) -> Any:
+        f, args = functions[name]
+        start = time.perf_counter()
+        lowered = jax.jit(f).lower(*args)
+        took[name] = time.perf_counter() - start
+        return lowered
+
+    def compiled(name: str, lowered: Any) -> Any:
+        start = time.perf_counter()
+        result = lowered.compile()
+        took[name] += time.perf_counter() - start
+        return result
+
+    lowered = {name: lower(name) for name in functions}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        return dict(zip(lowered, pool.map(lambda item: item.compile(), lowered.values()), strict=True))
+        return dict(zip(lowered, pool.map(compiled, lowered.keys(), lowered.values()), strict=True))
 
 
 REST = 0.5
