@@ -63,8 +63,7 @@ class Facts:
     """Static facts of a product.
 
     Attributes:
-      tile: a program has ``block_n`` rows of each half and sums ``block_k`` columns at a time, of which ``num_stages``
-        are read before the first is used.
+      tile: a program has ``block_n`` rows of each half and sums ``block_k`` columns at a time.
       k: slots a token.
       experts: E.
       scheme: how x is quantised, or None.
@@ -224,28 +223,23 @@ def _products(vectors: Vectors, w: Weights, rows: _Rows, block: Array, facts: Fa
     row = row if n % tile.block_n == 0 else jnp.minimum(row, n - 1)
     at = _At(layer, rows, block, row)
     read, factor = _reader(vectors, rows, facts)
-    turn = tile.block_k * tile.num_stages
 
     def step(i: Array, sums: list[Array], *, masked: bool) -> list[Array]:
+        column = i * tile.block_k + arange(tile.block_k)
+        inside = column < k if masked else None
+        weights = [_load_weights(w, at, half, column, inside) for half in range(halves)]
+        x = read(column, inside)
         found = []
-        for stage in range(tile.num_stages):
-            column = i * turn + stage * tile.block_k + arange(tile.block_k)
-            inside = column < k if masked else None
-            found.append((column, [_load_weights(w, at, half, column, inside) for half in range(halves)], inside))
-        values = [read(column, inside) for column, _, inside in found]
-        for (column, weights, _), make in zip(found, values, strict=True):
-            x = make()
-            for half in range(halves):
-                scaled, of_row = _scaled(x, w, at, half, column, facts)
-                weight = _as_float(weights[half])
-                weight = weight if of_row is None else weight * of_row
-                sums[half] = lowering.fma(weight, jnp.expand_dims(scaled, -2), sums[half])
-        return sums
+        for half, (codes, total) in enumerate(zip(weights, sums, strict=True)):
+            scaled, of_each = _scaled(x, w, at, half, column, facts)
+            weight = _as_float(codes) if of_each is None else _as_float(codes) * of_each
+            found.append(lowering.fma(weight, jnp.expand_dims(scaled, -2), total))
+        return found
 
     zeros = [jnp.zeros((*rows.row.shape, tile.block_n, tile.block_k), jnp.float32)] * halves
-    sums = lowering.loop(k // turn, functools.partial(step, masked=False), zeros)
-    if k % turn:
-        sums = step(jnp.int32(k // turn), sums, masked=True)
+    sums = lowering.loop(k // tile.block_k, functools.partial(step, masked=False), zeros)
+    if k % tile.block_k:
+        sums = step(jnp.int32(k // tile.block_k), sums, masked=True)
     return [_finish(jnp.sum(total, axis=-1), factor, w, at, half, facts) for half, total in enumerate(sums)]
 
 
@@ -296,62 +290,52 @@ def _finish(total: Array, factor: Array | None, w: Weights, at: _At, half: int, 
     return total if w.bias is None else total + load(w.bias, (*index, at.rows.before(at.row))).astype(jnp.float32)
 
 
-_Read = Callable[[Array, Array | None], Callable[[], Array]]
-"""(columns, which of them exist) to what makes float32 values of what was read: (block_k,) or (R, block_k)."""
+_Read = Callable[[Array, Array | None], Array]
+"""(columns, which of them exist) to float32 values: (block_k,) or (R, block_k)."""
 
 
 def _reader(vectors: Vectors, rows: _Rows, facts: Facts) -> tuple[_Read, Array | None]:
     """How a program reads its vectors, and what to multiply their products by."""
     (x, scale), scheme = vectors.x, facts.scheme
 
-    def loaded(column: Array, inside: Array | None) -> Array:
+    def values(column: Array, inside: Array | None) -> Array:
         mask = rows.mask(inside, 1)
-        return load(x, (rows.after(rows.row, 1), rows.before(column)), mask=mask, other=None if mask is None else 0)
+        index = (rows.after(rows.row, 1), rows.before(column))
+        return load(x, index, mask=mask, other=None if mask is None else 0).astype(jnp.float32)
 
     if scale is not None:
         assert scheme is not None
         group, last = scheme.x_group, scale.shape[1] - 1
         if group == WHOLE:
-            factor = body.decode_scale(load(scale, (rows.row if scale.shape[0] > 1 else 0, 0)))
-            return _of_codes(loaded, lambda codes, _: codes), factor
+            return values, body.decode_scale(load(scale, (rows.row if scale.shape[0] > 1 else 0, 0)))
 
-        def scaled(codes: Array, column: Array) -> Array:
+        def scaled(column: Array, inside: Array | None) -> Array:
             index = (rows.after(rows.row, 1), rows.before(jnp.minimum(body.div(column, group), last)))
-            return codes * body.decode_scale(load(scale, index))
+            return values(column, inside) * body.decode_scale(load(scale, index))
 
-        return _of_codes(loaded, scaled), None
+        return scaled, None
     if scheme is None:
-        return _of_codes(loaded, lambda values, _: values), None
+        return values, None
     if scheme.scale == "group":
-        group = scheme.group
 
-        def quantised(values: Array, _: Array) -> Array:
-            tile = values.reshape(*values.shape[:-1], -1, group)
+        def grouped(column: Array, inside: Array | None) -> Array:
+            x = values(column, inside)
+            tile = x.reshape(*x.shape[:-1], -1, scheme.group)
             axis = tile.ndim - 1
             codes, scales = body.quantize_fp8(tile, axis, floor=quantize.GROUP_FLOOR, power_of_two=scheme.power_of_two)
-            return (codes.astype(jnp.float32) * jnp.expand_dims(scales, axis)).reshape(values.shape)
+            return (codes.astype(jnp.float32) * jnp.expand_dims(scales, axis)).reshape(x.shape)
 
-        return _of_codes(loaded, quantised), None
-    factor, inverse = _scale_of(vectors, loaded, rows, facts)
+        return grouped, None
+    factor, inverse = _scale_of(vectors, values, rows, facts)
 
-    def coded(values: Array, _: Array) -> Array:
-        good, values = body.finite(values)
-        return body.fp8_codes(values * rows.after(inverse, 1), good).astype(jnp.float32)
+    def coded(column: Array, inside: Array | None) -> Array:
+        good, x = body.finite(values(column, inside))
+        return body.fp8_codes(x * rows.after(inverse, 1), good).astype(jnp.float32)
 
-    return _of_codes(loaded, coded), factor
-
-
-def _of_codes(loaded: Callable[[Array, Array | None], Array], make: Callable[[Array, Array], Array]) -> _Read:
-    def read(column: Array, inside: Array | None) -> Callable[[], Array]:
-        found = loaded(column, inside)
-        return lambda: make(found.astype(jnp.float32), column)
-
-    return read
+    return coded, factor
 
 
-def _scale_of(
-    vectors: Vectors, loaded: Callable[[Array, Array | None], Array], rows: _Rows, facts: Facts
-) -> tuple[Array, Array]:
+def _scale_of(vectors: Vectors, values: _Read, rows: _Rows, facts: Facts) -> tuple[Array, Array]:
     """The one scale of each vector, and its reciprocal."""
     scheme, tile = facts.scheme, facts.tile
     assert scheme is not None
@@ -367,8 +351,8 @@ def _scale_of(
 
     def measure(i: Array, amax: Array) -> Array:
         column = i * tile.block_k + arange(tile.block_k)
-        _, values = body.finite(loaded(column, column < k).astype(jnp.float32))
-        return jnp.maximum(amax, jnp.abs(values))
+        _, x = body.finite(values(column, column < k))
+        return jnp.maximum(amax, jnp.abs(x))
 
     zeros = jnp.zeros((*rows.row.shape, tile.block_k), jnp.float32)
     amax = jnp.max(lowering.loop(pl.cdiv(k, tile.block_k), measure, zeros), axis=-1)

@@ -67,11 +67,12 @@ def fused_moe(
         x, slots_a_row, scale = jnp.repeat(x, k, axis=0), 1, _of_experts(scale, ids, expert_map)
     x_chain = _input_chain(x, x_scale, scale, choices, sizes.experts, spec.input_scheme)
     align = align_chain(topk_ids, experts=sizes.experts, rows=spec.tiles.first.block_m, expert_map=expert_map)
-    results = launch.run_chains("moe_prepare", *([x_chain] if x_chain else []), align, interpret=interpret)
+    # Alignment first: its programs take longest, and the others go on beside them.
+    results = launch.run_chains("moe_prepare", align, *([x_chain] if x_chain else []), interpret=interpret)
     y = _products(
-        Input(*results[0]) if x_chain else Input(x, x_scale),
+        Input(*results[1]) if x_chain else Input(x, x_scale),
         experts,
-        Routed(*results[-1]),
+        Routed(*results[0]),
         topk_weights.reshape(-1),
         slots=ids.size,
         slots_a_row=slots_a_row,

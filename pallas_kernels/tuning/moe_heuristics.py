@@ -13,7 +13,7 @@ class MoETiles:
       first: of x times w13; ``block_n`` counts columns of each half.
       second: of the intermediate times w2; its ``block_m`` is the first's.
       single: every slot is a product of a matrix and a vector and nothing is aligned; for few slots, of mostly
-        different experts. Then ``block_m`` is 1 and ``num_stages`` counts the steps of K that are read together.
+        different experts. Then ``block_m`` and ``num_stages`` are 1.
     """
 
     first: MatmulTile
@@ -27,12 +27,8 @@ _BYTES = {"fp8": (1, 1), "w8a16": (2, 1), "16bit": (2, 2), "32bit": (4, 4)}
 _STEP = {"fp8": 128, "w8a16": 64, "16bit": 64, "32bit": 32}
 """Longest step of K."""
 
-_SINGLE_ROWS = 4
-"""Rows of each half of a program's weights where there is a vector a slot."""
-_SINGLE_TILE = 8192
-"""Weights that four warps multiply at a time there."""
-_SINGLE_SLOTS = 64
-"""Most slots of that kind: a program is as long however few share its expert."""
+_SINGLE_SLOTS = 16
+"""Most slots that are products of a matrix and a vector: the tensor core needs more launches, and less time a slot."""
 
 
 def moe_tiles(
@@ -72,12 +68,9 @@ def moe_tiles(
       sm_count: streaming multiprocessors.
     """
     slots = tokens * top_k
-    if not (batched or batch_invariant) and (tokens == 1 or 2 * slots <= experts) and slots <= _SINGLE_SLOTS:
-        return MoETiles(
-            first=_vector_tile(halves, slots, intermediate, hidden, sm_count),
-            second=_vector_tile(top_k, tokens, hidden, intermediate, sm_count),
-            single=True,
-        )
+    if not (batched or batch_invariant) and (tokens == 1 or 4 * slots <= experts) and slots <= _SINGLE_SLOTS:
+        first, second = _vector_tiles(tokens, hidden, intermediate, top_k, halves, sm_count)
+        return MoETiles(first=first, second=second, single=True)
     rows = tokens if batched else -(-slots // max(experts, 1))
     promoted = operands == "fp8" and (exact or second_cell is not None)
     # Two accumulators of 128 rows keep to registers on Hopper, and on Blackwell where sums are not promoted. Promoted,
@@ -103,8 +96,10 @@ def moe_tiles(
         num_stages=5 if block_m <= 32 and intermediate > 2048 else 3,
         swap=swap,
     )
-    if promoted and capability == 90 and block_m >= 64 and not (hidden % 256 or intermediate % 128):
-        # Enough warps for the tensor core to be busy while others promote: sixteen, or two programs of eight.
+    wide = block_m >= 64 or intermediate <= 1024
+    if promoted and capability == 90 and wide and not (hidden % 256 or intermediate % 128):
+        # Enough warps for the tensor core to be busy while others promote: sixteen, or two programs of eight. Short
+        # products of few rows gain from a program's width.
         warps, stages = (16, 3) if block_m == 128 else (8, 2)
         second = replace(second, block_n=256, num_warps=warps, num_stages=stages, pieces=2)
     return MoETiles(first=_fitted(first, halves, operands, capability), second=_fitted(second, 1, operands, capability))
@@ -119,16 +114,27 @@ def _block_m(rows: int, tall: bool) -> int:
     return 128 if tall and rows >= 512 else 64
 
 
-def _vector_tile(matrices: int, vectors: int, rows: int, k: int, sm_count: int) -> MatmulTile:
-    """Tile of programs that multiply some rows of each of ``matrices`` matrices (rows, K) with a vector.
+def _vector_tiles(
+    tokens: int, hidden: int, intermediate: int, top_k: int, halves: int, sm_count: int
+) -> tuple[MatmulTile, MatmulTile]:
+    """Tiles of the two products of matrices and vectors, as measured on an H200.
 
-    There are ``vectors`` times as many programs as it takes for all rows.
+    Small programs overlap best; few of them need more bytes under way in each.
     """
-    block_n = _SINGLE_ROWS
-    while block_n > 1 and vectors * -(-rows // block_n) < 2 * sm_count:
-        block_n //= 2
-    block_k = min(_SINGLE_TILE // (block_n * _pow2(matrices)), max(_pow2(k), 32))
-    return MatmulTile(block_m=1, block_n=block_n, block_k=block_k, num_warps=4, num_stages=2 if k >= 2 * block_k else 1)
+    rows = 4
+    full = tokens * top_k * -(-intermediate // rows) >= 8 * sm_count
+    warps = 2 if full else 4
+    width = 2**9 * warps // halves
+    first = _vector_tile(rows, min(width, _pow2(hidden)), warps)
+    rows = 8
+    full = tokens * -(-hidden // rows) >= 2 * sm_count
+    width = max(256, 2**10 // _pow2(top_k))
+    warps = max(1, rows * _pow2(top_k) * width >> (11 if full else 12))
+    return first, _vector_tile(rows, min(width, _pow2(intermediate)), warps)
+
+
+def _vector_tile(rows: int, columns: int, warps: int) -> MatmulTile:
+    return MatmulTile(block_m=1, block_n=rows, block_k=max(columns, 32), num_warps=warps, num_stages=1)
 
 
 def _pow2(n: int) -> int:
