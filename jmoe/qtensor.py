@@ -1,6 +1,7 @@
 """``QTensor``: one pytree that holds any quantized array."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NoReturn
 
@@ -211,6 +212,31 @@ def part_specs(q: QTensor, spec: tuple[AxisName, ...]) -> QTensor:
     given = {name: getattr(q, name) for name in blocks}
     parts: dict[str, Any] = {name: None if leaf is None else part(leaf, blocks[name]) for name, leaf in given.items()}
     return replace(q, **parts)
+
+
+def grid_axes(
+    q: QTensor, part: str, axes: Sequence[AxisName], devices: Callable[[AxisName], int]
+) -> tuple[AxisName, ...]:
+    """The mesh axes of the grid ``part`` ("scale", "global_scale" or "zero_point") of a tensor sharded over ``axes``.
+
+    Those of the tensor, except where a device's shard of it would not have whole blocks of its own: there every device
+    has all of the grid.
+
+    Args:
+      q: the tensor (possibly abstract).
+      part: which of its arrays.
+      axes: an entry for each of its axes.
+      devices: how many devices there are along an entry.
+    """
+    block = (1, -1) if part == "global_scale" else q.scheme.block
+    grid = getattr(q, part).shape
+    names = list(axes)
+    for axis in (-2, -1):
+        extent = q.shape[axis]
+        whole = block[axis] not in (-1, 0) and extent % block[axis] == 0
+        if grid[axis] == 1 or not whole or grid[axis] % devices(axes[axis]):
+            names[axis] = None
+    return tuple(names)
 
 
 def scale_grid(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:

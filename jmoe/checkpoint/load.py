@@ -4,22 +4,24 @@ import contextlib
 import functools
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.sharding import Mesh
 
 from jmoe.arguments import COMPUTE_DTYPES, float_dtype
 from jmoe.checkpoint import reader
 from jmoe.checkpoint.experts import expert_prefix
 from jmoe.checkpoint.methods import CheckpointError
 from jmoe.checkpoint.methods.base import where
+from jmoe.checkpoint.placement import Device, Placement, place_array
 from jmoe.checkpoint.progress import Progress, advancing
 from jmoe.checkpoint.reader import CONFIG_FILE, Checkpoint
 from jmoe.checkpoint.weights import (
-    Device,
     host_tensor,
     load_bias,
     load_expert_biases,
@@ -27,17 +29,17 @@ from jmoe.checkpoint.weights import (
     load_experts,
     load_input_scale,
     load_linear,
-    place_array,
 )
 from jmoe.config import config
 from jmoe.models import Decoder, DecoderConfig
-from jmoe.models.decoder import Place, Rules
+from jmoe.models.decoder import Place, Rules, ShardingRules
 from jmoe.nn import FusedMoE, Linear, param
 from jmoe.nn.experts import quantize_experts
 from jmoe.ops.prepare import prepare
 from jmoe.qtensor import QTensor
 from jmoe.quantize import quantize
 from jmoe.scheme import Recipe
+from jmoe.sharding import AxisName
 
 # Tensors that files carry and the model makes itself.
 _COMPUTED = re.compile(r"(.+\.)?rotary_emb\.inv_freq")
@@ -52,6 +54,8 @@ def load_model(
     weight_only: bool = False,
     implementation: str | None = None,
     device: Device = None,
+    mesh: Mesh | None = None,
+    sharding: ShardingRules = (),
     progress: Progress | None = None,
 ) -> Decoder:
     """The model of a checkpoint, its weights quantized as the checkpoint has them and prepared (``jmoe.prepare``).
@@ -70,6 +74,10 @@ def load_model(
       implementation: of the products, by name; None lets the selector choose.
       device: where to: what ``jax.device_put`` takes, or a function of a variable's path (``layers.0.mlp.w13_scale``)
         and shape that gives such a thing, for instance a sharding.
+      mesh: shard over this mesh instead (default: the one in force, where there are rules of sharding). Every process
+        reads the parts of its own devices; the model is called with the mesh in force (``jax.set_mesh``).
+      sharding: (regular expression, mesh axes) pairs on the model's module paths, as for ``Decoder``: (out, in) for
+        linear layers, (experts, intermediate, hidden) for ``layers.0.mlp``. What no rule matches is on every device.
       progress: called with bytes loaded and bytes in all as weights arrive; without it a bar is shown on standard error
         where that is a terminal and loading takes a while.
 
@@ -80,14 +88,18 @@ def load_model(
       CheckpointError: no model of that kind, tensors missing, unknown or of another shape than the configuration says,
         or as for ``load_linear`` and ``load_experts``.
       ValueError: a rule for a weight that the checkpoint has quantized otherwise, or with a given activation scale that
-        the checkpoint has not; TypeError: a dtype that nothing is computed in.
+        the checkpoint has not; a rule of sharding that matches nothing, or axes that the mesh has not or that do not
+        divide a weight; ``device`` and a mesh; TypeError: a dtype that nothing is computed in.
       Whatever ``jmoe.select`` raises, where nothing serves a weight or ``implementation`` does not.
     """
     dtype = float_dtype("dtype", dtype, COMPUTE_DTYPES)
     param_dtype = dtype if param_dtype is None else float_dtype("param_dtype", param_dtype, COMPUTE_DTYPES)
+    placement = Placement(device, mesh, () if sharding else None)
     with contextlib.ExitStack() as stack:
+        if placement.mesh is not None:
+            stack.enter_context(jax.set_mesh(placement.mesh))
         checkpoint = path if isinstance(path, Checkpoint) else stack.enter_context(reader.open(path))
-        model = _empty_model(checkpoint, dtype, param_dtype, rules or (), implementation)
+        model = _empty_model(checkpoint, dtype, param_dtype, rules or (), sharding, implementation)
         modules = {".".join(map(str, keys)): module for keys, module in nnx.iter_modules(model)}
         places = model.parameter_places()
         _check_complete(checkpoint, places, model.config.tie_word_embeddings)
@@ -96,7 +108,7 @@ def load_model(
         advance = stack.enter_context(advancing(checkpoint.path.resolve().name, total, progress))
         if implementation is not None:
             stack.enter_context(config(implementation=implementation))  # what weights are prepared for
-        loader = _Loader(checkpoint, param_dtype, weight_only, device)
+        loader = _Loader(checkpoint, param_dtype, weight_only, placement)
         done = set()
         for name, place in places.items():
             module = modules[place.path]
@@ -116,11 +128,13 @@ def load_model(
 class _Loader:
     """Fills modules of a model from a checkpoint."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: jax.typing.DTypeLike, weight_only: bool, device: Device) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: jax.typing.DTypeLike, weight_only: bool, placement: Placement
+    ) -> None:
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._weight_only = weight_only
-        self._device = device
+        self._placement = placement
 
     def fill(self, module: nnx.Module, place: Place, source: str) -> None:
         """Loads ``source`` into the model's ``module``: a linear, the experts below a prefix, or else one tensor."""
@@ -133,32 +147,35 @@ class _Loader:
             # A router's logits are float32 whatever its weight is in, so it is not rounded.
             dtype = None if isinstance(module, FusedMoE) else self._dtype
             host = host_tensor(self._checkpoint, source, dtype)
-            param.assign(module, place.name, place_array(place.name, host, self._device_for(place.path)))
+            whole = f"{place.path}.{place.name}"
+            param.assign(module, place.name, place_array(whole, host, self._placement))
 
     def _fill_linear(self, module: Linear, path: str, source: str) -> None:
-        device = self._device_for(path)
-        weight = load_linear(self._checkpoint, source, dtype=self._dtype, device=device)
+        where = self._where(path, module.sharding)
+        weight = load_linear(self._checkpoint, source, dtype=self._dtype, **where)
         weight = prepare(self._as_ruled(path, module.recipe, weight, quantize), op="linear")
         scale = load_input_scale(self._checkpoint, source) if _is_static(weight) else None
         module.set_weight(weight, input_scale=scale)
         if module.bias is not None:
-            module.set_bias(load_bias(self._checkpoint, source, dtype=self._dtype, device=device))
+            module.set_bias(load_bias(self._checkpoint, source, dtype=self._dtype, **where))
 
     def _fill_experts(self, module: FusedMoE, path: str, prefix: str) -> None:
-        target, device = module.recipe, self._device_for(path)
-        w13, w2 = load_experts(self._checkpoint, prefix, dtype=self._dtype, device=device)
+        target, where = module.recipe, self._where(path, module.sharding)
+        w13, w2 = load_experts(self._checkpoint, prefix, dtype=self._dtype, **where)
         w13 = prepare(self._as_ruled(path, target, w13, functools.partial(quantize_experts, first=True)), op="moe")
         w2 = prepare(self._as_ruled(path, target, w2, functools.partial(quantize_experts, first=False)), op="moe")
         input_scale, intermediate_scale = load_expert_scales(self._checkpoint, prefix)
         module.set_w13(w13, input_scale=input_scale if _is_static(w13) else None)
         module.set_w2(w2, input_scale=intermediate_scale if _is_static(w2) else None)
         if module.b13 is not None:
-            module.set_biases(*load_expert_biases(self._checkpoint, prefix, dtype=self._dtype, device=device))
+            module.set_biases(*load_expert_biases(self._checkpoint, prefix, dtype=self._dtype, **where))
 
-    def _device_for(self, path: str) -> Device:
-        """``device`` for the variables of the module at ``path``."""
-        whole = self._device
-        return (lambda name, shape: whole(f"{path}.{name}", shape)) if callable(whole) else whole
+    def _where(self, path: str, sharding: Sequence[AxisName]) -> dict[str, Any]:
+        """Where the variables of the module at ``path`` go, as arguments of the functions that load them."""
+        if self._placement.mesh is not None:
+            return {"mesh": self._placement.mesh, "sharding": sharding}
+        whole = self._placement.device
+        return {"device": (lambda name, shape: whole(f"{path}.{name}", shape)) if callable(whole) else whole}
 
     def _as_ruled(
         self, path: str, target: Recipe, weight: QTensor | Array, quantizer: Callable[[Array, Recipe], QTensor | Array]
@@ -193,6 +210,7 @@ def _empty_model(
     dtype: jax.typing.DTypeLike,
     param_dtype: jax.typing.DTypeLike,
     rules: Rules,
+    sharding: ShardingRules,
     implementation: str | None,
 ) -> Decoder:
     """The model without memory; rules have given their recipes to its modules."""
@@ -201,7 +219,14 @@ def _empty_model(
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.path / CONFIG_FILE}: {error}") from error
     return nnx.eval_shape(
-        lambda: Decoder(model_config, rules=rules, dtype=dtype, param_dtype=param_dtype, implementation=implementation)
+        lambda: Decoder(
+            model_config,
+            rules=rules,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            sharding=sharding,
+            implementation=implementation,
+        )
     )
 
 

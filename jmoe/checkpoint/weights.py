@@ -1,10 +1,10 @@
-"""Weights from a checkpoint to a device: one linear layer, or all experts of a layer stacked.
+"""Weights from a checkpoint to devices: one linear layer, or all experts of a layer stacked.
 
-Every byte is copied once into memory of our own, never aliased to the mapped file, and the file's pages are let go of
-right after, so that loading needs little more memory than what it loads.
+Bytes go from the mapped file into memory of our own and from there to their device (`jmoe.checkpoint.placement`), and
+the file's pages are let go of right after, so that loading needs little more memory than what it loads. On a mesh every
+process reads the experts, and touches the rows and columns, of its own devices only.
 """
 
-import gc
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -12,33 +12,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 
 from jmoe.arguments import COMPUTE_DTYPES, check_type, float_dtype
 from jmoe.checkpoint.experts import Experts
 from jmoe.checkpoint.methods import CheckpointError, HostWeight
 from jmoe.checkpoint.methods.base import FLOAT_DTYPES, where
 from jmoe.checkpoint.methods.none import UNQUANTIZED
+from jmoe.checkpoint.placement import Block, Device, Placement, place_array, place_parts
 from jmoe.checkpoint.reader import Checkpoint
 from jmoe.qtensor import QTensor
 from jmoe.quantize import merge_shards
+from jmoe.sharding import AxisName
 
 Names = str | Sequence[str]
 
-Device = Any
-"""Where weights go: what ``jax.device_put`` takes, or a function (variable's name, shape) that gives such a thing."""
-
-_PARTS = {"data": "", "scale": "_scale", "global_scale": "_global_scale", "zero_point": "_zero_point"}
-
-
-def place_array(name: str, array: np.ndarray, device: Device) -> Array:
-    """Moves an array that nobody else writes to or keeps, and returns when the transfer is complete.
-
-    Only then is the host's memory free before more of it is filled.
-    """
-    target = device(name, array.shape) if callable(device) else device
-    placed = jax.block_until_ready(jax.device_put(array, target))
-    gc.collect(0)  # JAX lets go of the host's array at the next collection only
-    return placed
+_OUT_IN = ("out", "in")
+_EXPERT_AXES = ("experts", "intermediate", "hidden")
 
 
 def load_linear(
@@ -48,6 +38,8 @@ def load_linear(
     weight_only: bool = False,
     dtype: jax.typing.DTypeLike | None = None,
     device: Device = None,
+    mesh: Mesh | None = None,
+    sharding: Sequence[AxisName] | None = None,
 ) -> QTensor | Array:
     """The weight of a linear layer, exactly as the checkpoint has it, as ``jmoe.linear`` takes it.
 
@@ -58,7 +50,10 @@ def load_linear(
       weight_only: leave the activation alone, whatever the checkpoint says of it.
       dtype: cast a plain weight to this dtype; a quantized one has none to cast.
       device: where to: what ``jax.device_put`` takes, or a function of a name (``weight``, ``weight_scale``, ...) and a
-        shape that gives such a thing.
+        shape that gives such a thing. A sharding gets each device's own part from the file.
+      mesh: shard over this mesh instead (default: the one in force, where ``sharding`` is given).
+      sharding: the mesh axis over which each of the axes (out, in) is sharded, as for ``jmoe.nn.Linear``; scales follow
+        where every device's part has whole blocks, else every device has all of them.
 
     Returns:
       A QTensor (N, K), or an array where the module is not quantized.
@@ -66,23 +61,43 @@ def load_linear(
     Raises:
       CheckpointError: tensors missing, of the wrong shape or dtype, a scale that is none, or modules that cannot be one
         weight: quantized and not, or in different ways.
-      TypeError: an argument of another kind, such as a path that was not opened.
+      ValueError: ``device`` with ``mesh`` or ``sharding``, mesh axes that there are not, or whose devices do not divide
+        an axis of the weight; TypeError: an argument of another kind, such as a path that was not opened.
     """
     names = _as_names(checkpoint, names)
     dtype = _as_dtype(dtype)
-    shards = [_load_one(checkpoint, name, weight_only, dtype, device) for name in names]
-    if len(shards) == 1:
-        return shards[0]
+    placement = Placement(device, mesh, sharding, _OUT_IN)
+    out, into = placement.axes
+    if len(names) == 1:
+        return _load_stack(checkpoint, "weight", names, (), weight_only, dtype, placement, (out, into))
+    # Rows are split when they are joined: those of one module need not be as many for each device.
+    shards = [
+        _load_stack(checkpoint, "weight", [name], (), weight_only, dtype, placement, (None, into)) for name in names
+    ]
     _check_alike(checkpoint, names, shards)
+    joined: QTensor | Array
     if isinstance(shards[0], QTensor):
-        return merge_shards(cast(list[QTensor], shards))
-    return jnp.concatenate(cast(list[Array], shards), axis=0)
+        joined = merge_shards(cast(list[QTensor], shards))
+    else:
+        joined = jnp.concatenate(cast(list[Array], shards), axis=0)
+    if placement.mesh is None:
+        return joined
+    targets = [part.target for part in placement.parts("weight", joined, placement.axes)]
+    return jax.tree.unflatten(jax.tree.structure(joined), jax.device_put(jax.tree.leaves(joined), targets))
 
 
 def load_bias(
-    checkpoint: Checkpoint, names: Names, *, dtype: jax.typing.DTypeLike | None = None, device: Device = None
+    checkpoint: Checkpoint,
+    names: Names,
+    *,
+    dtype: jax.typing.DTypeLike | None = None,
+    device: Device = None,
+    mesh: Mesh | None = None,
+    sharding: Sequence[AxisName] | None = None,
 ) -> Array | None:
     """The bias (N,) that goes with ``load_linear`` of these modules; None if they have none.
+
+    Arguments are as for ``load_linear``.
 
     Raises:
       CheckpointError: no such module, some have one and some do not, or a shape or dtype that no bias has.
@@ -94,7 +109,8 @@ def load_bias(
         return None
     _require_all(checkpoint, "a bias", names, parts)
     joined = np.concatenate(cast(list[np.ndarray], parts))
-    return place_array("bias", joined if dtype is None else joined.astype(dtype), device)
+    placement = Placement(device, mesh, sharding, _OUT_IN)
+    return place_array("bias", joined if dtype is None else joined.astype(dtype), placement, placement.axes[:1])
 
 
 def load_input_scale(checkpoint: Checkpoint, names: Names) -> Array | None:
@@ -117,40 +133,64 @@ def load_experts(
     weight_only: bool = False,
     dtype: jax.typing.DTypeLike | None = None,
     device: Device = None,
+    mesh: Mesh | None = None,
+    sharding: Sequence[AxisName] | None = None,
 ) -> tuple[QTensor | Array, QTensor | Array]:
     """The experts of a layer, exactly as the checkpoint has them, as ``jmoe.fused_moe`` takes them.
 
     Experts are streamed, one after another, into one host array for each part of the result; beyond the result itself
-    that is the largest amount of memory in use.
+    that is the largest amount of memory in use. On a mesh it is what one device holds of them.
 
     Args:
       checkpoint: from ``open``.
       prefix: what comes before the experts' numbers, such as ``"model.layers.0.mlp.experts"``.
-      weight_only, dtype, device: as for ``load_linear``.
+      weight_only, dtype, device, mesh: as for ``load_linear``.
+      sharding: the mesh axis over which each of the axes (experts, intermediate, hidden) is sharded, as for
+        ``jmoe.nn.FusedMoE``.
 
     Returns:
       w13 (E, 2, I, H), half 0 gate and half 1 up, or (E, 1, I, H) for ungated experts; w2 (E, H, I).
 
     Raises:
       CheckpointError: as for ``load_linear``; no experts there, one missing, or experts that differ in shape or format.
+      ValueError, TypeError: as for ``load_linear``.
     """
     dtype = _as_dtype(dtype)
     experts = _experts(checkpoint, prefix)
+    placement = Placement(device, mesh, sharding, _EXPERT_AXES)
     up, down = (experts.module(0, projection) for projection in (experts.names.up, experts.names.down))
     if checkpoint.shape_for(down) != checkpoint.shape_for(up)[::-1]:
         raise CheckpointError(
             f"{_where(checkpoint, down)} has shape {checkpoint.shape_for(down)}, expected "
             f"{checkpoint.shape_for(up)[::-1]} to match {up!r} of shape {checkpoint.shape_for(up)}"
         )
-    w13 = _load_stack(checkpoint, experts, "w13", weight_only, dtype, device)
-    return w13, _load_stack(checkpoint, experts, "w2", weight_only, dtype, device)
+    over, intermediate, hidden = placement.axes
+    halves, second = experts.names.halves, (experts.names.down,)
+
+    def stack(name: str, projections: tuple[str, ...], lead: tuple[int, ...], *axes: AxisName) -> QTensor | Array:
+        modules = _modules(experts, projections)
+        return _load_stack(checkpoint, name, modules, lead, weight_only, dtype, placement, axes)
+
+    w13 = stack("w13", halves, (experts.count, len(halves)), over, None, intermediate, hidden)
+    return w13, stack("w2", second, (experts.count,), over, hidden, intermediate)
 
 
 def load_expert_biases(
-    checkpoint: Checkpoint, prefix: str, *, dtype: jax.typing.DTypeLike | None = None, device: Device = None
+    checkpoint: Checkpoint,
+    prefix: str,
+    *,
+    dtype: jax.typing.DTypeLike | None = None,
+    device: Device = None,
+    mesh: Mesh | None = None,
+    sharding: Sequence[AxisName] | None = None,
 ) -> tuple[Array | None, Array | None]:
-    """The biases b13 (E, halves, I) and b2 (E, H) of the experts of a layer; None where they have none."""
+    """The biases b13 (E, halves, I) and b2 (E, H) of the experts of a layer; None where they have none.
+
+    Arguments are as for ``load_experts``.
+    """
     dtype = _as_dtype(dtype)
+    placement = Placement(device, mesh, sharding, _EXPERT_AXES)
+    over, intermediate, hidden = placement.axes
     experts = _experts(checkpoint, prefix)
 
     def stack(name: str, projections: Sequence[str]) -> Array | None:
@@ -163,7 +203,8 @@ def load_expert_biases(
         stacked = np.stack(cast(list[np.ndarray], parts))
         if name == "b13":
             stacked = stacked.reshape(experts.count, len(projections), -1)
-        return place_array(name, stacked if dtype is None else stacked.astype(dtype), device)
+        axes = (over, None, intermediate) if name == "b13" else (over, hidden)
+        return place_array(name, stacked if dtype is None else stacked.astype(dtype), placement, axes)
 
     return stack("b13", experts.names.halves), stack("b2", (experts.names.down,))
 
@@ -252,54 +293,45 @@ def _host_weight(checkpoint: Checkpoint, module: str, weight_only: bool) -> Host
     return weight
 
 
-def _load_one(
-    checkpoint: Checkpoint, module: str, weight_only: bool, dtype: np.dtype | None, device: Device
-) -> QTensor | Array:
-    host = _host_weight(checkpoint, module, weight_only)
-    structure, parts = _take_apart("weight", host)
-    plain = None if isinstance(host, QTensor) else dtype
-    placed = [place_array(name, np.array(leaf, plain or leaf.dtype), device) for name, leaf in parts]
-    checkpoint.release_module(module)
-    return jax.tree.unflatten(structure, placed)
-
-
 def _load_stack(
     checkpoint: Checkpoint,
-    experts: Experts,
     name: str,
+    modules: Sequence[str],
+    lead: tuple[int, ...],
     weight_only: bool,
     dtype: np.dtype | None,
-    device: Device,
+    placement: Placement,
+    axes: Sequence[AxisName],
 ) -> QTensor | Array:
-    """``w13`` or ``w2`` of all experts, stacked on leading axes."""
-    projections = experts.names.halves if name == "w13" else (experts.names.down,)
-    lead = (experts.count, len(projections)) if name == "w13" else (experts.count,)
-    modules = _modules(experts, projections)
+    """The weights of modules stacked on the axes ``lead``, under a variable's name; one is (N, K) itself.
+
+    ``axes`` are the mesh axes of all axes of the stack.
+    """
     first = _host_weight(checkpoint, modules[0], weight_only)
     plain = None if isinstance(first, QTensor) else dtype
-    structure, parts = _take_apart(name, first)
-    buffers = [(part, np.empty((len(modules), *leaf.shape), plain or leaf.dtype)) for part, leaf in parts]
-    for i, module in enumerate(modules):
-        weight = _host_weight(checkpoint, module, weight_only)
-        _check_same_stack(checkpoint, modules[0], first, module, weight)
-        for (_, buffer), leaf in zip(buffers, jax.tree.leaves(weight), strict=True):
-            buffer[i] = leaf
-        checkpoint.release_module(module)
-    placed = []
-    while buffers:  # each is freed as soon as it has been moved
-        part, buffer = buffers.pop(0)
-        placed.append(place_array(part, buffer.reshape(*lead, *buffer.shape[1:]), device))
-        del buffer
-    return jax.tree.unflatten(structure, placed)
+    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*lead, *leaf.shape), plain or leaf.dtype), first)
+    parts = placement.parts(name, abstract, axes)
+    positions = list(np.ndindex(lead))
+
+    def fill(blocks: list[Block]) -> None:
+        for module, position in zip(modules, positions, strict=True):
+            mine = [block for block in blocks if _holds(block, position)]
+            if not mine:
+                continue
+            weight = _host_weight(checkpoint, module, weight_only)
+            _check_same_stack(checkpoint, modules[0], first, module, weight)
+            leaves = jax.tree.leaves(weight)
+            for block in mine:
+                at = tuple(i - start for i, (start, _) in zip(position, block.bounds[: len(lead)], strict=True))
+                block.array[at] = leaves[block.part][block.index[len(lead) :]]
+            checkpoint.release_module(module)
+
+    return jax.tree.unflatten(jax.tree.structure(first), place_parts(parts, fill))
 
 
-def _take_apart(name: str, weight: HostWeight) -> tuple[Any, list[tuple[str, np.ndarray]]]:
-    """The structure of a host weight, and its leaves under the names that variables of modules have."""
-    structure = jax.tree.structure(weight)
-    if not isinstance(weight, QTensor):
-        return structure, [(name, weight)]
-    leaves = [(name + suffix, getattr(weight, part)) for part, suffix in _PARTS.items()]
-    return structure, [(part, leaf) for part, leaf in leaves if leaf is not None]
+def _holds(block: Block, position: tuple[int, ...]) -> bool:
+    """Whether a stack's entry at ``position`` is in the block, in part or whole."""
+    return all(start <= i < stop for i, (start, stop) in zip(position, block.bounds, strict=False))
 
 
 def _check_same_stack(

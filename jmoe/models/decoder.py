@@ -1,6 +1,8 @@
 """``Decoder``: a decoder with experts on jmoe's modules, so that a whole checkpoint can be judged."""
 
 import functools
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +13,18 @@ from flax import nnx
 from jax import Array, lax
 
 from jmoe.arguments import COMPUTE_DTYPES, as_array, check_type, float_dtype
+from jmoe.backends.select import current_device
 from jmoe.models.config import DecoderConfig
 from jmoe.models.rope import rotate
 from jmoe.nn import FusedMoE, KVCache, Linear
 from jmoe.nn.options import extent
 from jmoe.nn.rules import Rules as Rules
-from jmoe.nn.rules import check_rules, decide, decide_all
+from jmoe.nn.rules import check_rules, decide, decide_all, first_match
 from jmoe.scheme import Recipe
+from jmoe.sharding import AxisName
+
+ShardingRules = Sequence[tuple[str, Sequence[AxisName]]]
+"""(regular expression on the whole module path, mesh axes) pairs; the first that matches decides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +227,9 @@ class Decoder(nnx.Module):
         ``jmoe.nn.quantize_model``; the only way to quantize lm_head.
       dtype: what is computed in (default: param_dtype).
       param_dtype: dtype of weights that are not quantized (default: bfloat16).
+      sharding: (regular expression, mesh axes) pairs on module paths: the axes over which (out, in) of a linear layer,
+        or (experts, intermediate, hidden) of a layer of experts, are sharded. The first that matches decides; where
+        none does, every device has all.
       implementation: of the products, by name (default: the selector's choice).
       rngs: rng key; None leaves weights zero, to be filled. ``nnx.eval_shape(lambda: Decoder(config))`` makes one
         without any memory.
@@ -233,11 +243,13 @@ class Decoder(nnx.Module):
         rules: Rules = (),
         dtype: jax.typing.DTypeLike | None = None,
         param_dtype: jax.typing.DTypeLike = jnp.bfloat16,
+        sharding: ShardingRules = (),
         implementation: str | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> None:
         check_type("config", config, DecoderConfig, "a DecoderConfig")
         check_rules(rules)
+        patterns = _checked_sharding(sharding)
         self.config = config
         param_dtype = float_dtype("param_dtype", param_dtype, COMPUTE_DTYPES)
         self.dtype = param_dtype if dtype is None else float_dtype("dtype", dtype, COMPUTE_DTYPES)
@@ -248,12 +260,17 @@ class Decoder(nnx.Module):
             decision = decide(rules, path)
             return default if decision.rule is None else decision.recipe or "bf16"
 
+        def axes_of(path: str, unsharded: Sequence[AxisName]) -> Sequence[AxisName]:
+            index = first_match(patterns, path)
+            return unsharded if index is None else sharding[index][1]
+
         def linear(path: str, in_features: int, out_features: int, default: Recipe | str, **options: Any) -> Linear:
             return Linear(
                 in_features,
                 out_features,
                 recipe=choose(path, default),
                 param_dtype=param_dtype,
+                sharding=axes_of(path, (None, None)),
                 implementation=implementation,
                 rngs=rngs,
                 **options,
@@ -285,6 +302,7 @@ class Decoder(nnx.Module):
                     router_bias=config.moe_bias,
                     param_dtype=param_dtype,
                     router_dtype=param_dtype,
+                    sharding=axes_of(f"{path}.mlp", (None, None, None)),
                     implementation=implementation,
                     rngs=rngs,
                 )
@@ -299,6 +317,13 @@ class Decoder(nnx.Module):
                 "lm_head", config.hidden_size, config.vocab_size, "bf16", preferred_element_type=jnp.float32
             )
         decide_all(rules, [(path,) for path in paths])  # raises where a rule is of no use
+        used = {first_match(patterns, path) for path in paths}
+        if unused := [index for index in range(len(patterns)) if index not in used]:
+            shown = ", ".join(map(repr, paths[:6]))
+            raise ValueError(
+                f"sharding rule {unused[0]} ({patterns[unused[0]]!r}) decides nothing: it must match a whole path that "
+                f"no earlier rule matches, and layers are {shown} and {len(paths) - 6} more"
+            )
 
     def __call__(self, tokens: Array) -> Array:
         """float32 logits (B, S, V) of integer tokens (B, S): entry s is about token s + 1; B and S may be 0.
@@ -351,13 +376,20 @@ class Decoder(nnx.Module):
         """The ``steps`` most likely next tokens, int32 (B, steps), after tokens (B, S); compiled once a shape.
 
         Raises:
-          ValueError: steps below 0, tokens of another shape, S = 0, or an id outside the vocabulary (which can be seen
-            outside ``jax.jit`` only); TypeError: other types.
+          ValueError: steps below 0, or more than the device's memory has a cache for, tokens of another shape, S = 0,
+            or an id outside the vocabulary (which can be seen outside ``jax.jit`` only); TypeError: other types.
         """
         tokens = _checked_tokens(tokens, "(B, S)", least=1)
         if not isinstance(tokens, jax.core.Tracer):
             _check_vocabulary(np.asarray(tokens), self.config.vocab_size)
         steps = extent("steps", steps, least=0)
+        cache = jax.eval_shape(lambda: self.init_cache(tokens.shape[0], tokens.shape[1] + steps))
+        size, device = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)), current_device()
+        if size > device.memory > 0:
+            raise ValueError(
+                f"steps={steps} after {tokens.shape[1]} tokens need a cache of {size / 1e9:,.0f} GB, and {device.name} "
+                f"has {device.memory / 1e9:,.0f} GB"
+            )
         return _generate(*nnx.split(self), tokens, steps)
 
     def token_losses(self, tokens: Array) -> Array:
@@ -427,6 +459,21 @@ def _moe_places(module: FusedMoE, path: str, layer: str, names: MoENames) -> dic
     return places
 
 
+def _checked_sharding(sharding: ShardingRules) -> list[str]:
+    """The expressions of rules of sharding; raises TypeError or ValueError where one is none."""
+    wanted = "a list of (regular expression, mesh axes) pairs"
+    if isinstance(sharding, str) or not isinstance(sharding, Sequence):
+        raise TypeError(f"sharding={sharding!r} must be {wanted}")
+    for index, rule in enumerate(sharding):
+        if not isinstance(rule, tuple | list) or len(rule) != 2 or not isinstance(rule[0], str):
+            raise TypeError(f"sharding rule {index} is {rule!r}, but sharding is {wanted}")
+        try:
+            re.compile(rule[0])
+        except re.error as error:
+            raise ValueError(f"sharding rule {index} ({rule[0]!r}) is not a regular expression: {error}") from error
+    return [pattern for pattern, _ in sharding]
+
+
 def _check_vocabulary(tokens: np.ndarray, vocabulary: int) -> None:
     outside = np.argwhere((tokens < 0) | (tokens >= vocabulary))
     if len(outside):
@@ -448,8 +495,9 @@ def evaluate(model: Decoder, tokens: np.ndarray, *, window: int = 256, batch: in
 
     Raises:
       ValueError: less than one window of tokens, a window of less than two, no batch, or an id that the model has not;
-      TypeError: tokens that are no integers.
+      TypeError: tokens that are no integers, or a model that is no Decoder.
     """
+    check_type("model", model, Decoder, "a Decoder, as jmoe.checkpoint.load_model gives it")
     tokens, vocabulary = np.asarray(tokens), model.config.vocab_size
     if not np.issubdtype(tokens.dtype, np.integer):
         raise TypeError(f"tokens has dtype {tokens.dtype}, but token ids are integers")

@@ -7,10 +7,18 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import checkify
+from jax.sharding import PartitionSpec
 
 from jmoe.arguments import COMPUTE_DTYPES, as_array, float_dtype
 from jmoe.config import config
 from jmoe.nn import options
+from jmoe.sharding import automatic_inside, spec_of
+
+
+def _specs(_: "KVCache", cache: "KVCache", *__: Array, **___: Array) -> "KVCache":
+    """How an updated cache is sharded: as it was."""
+    held = (cache.keys, cache.values, cache.position)
+    return KVCache(*(PartitionSpec(*spec_of(leaf)) for leaf in held))  # type: ignore[arg-type]
 
 
 @jax.tree_util.register_dataclass
@@ -56,6 +64,7 @@ class KVCache:
     def max_len(self) -> int:
         return self.keys.shape[1]
 
+    @automatic_inside(_specs)
     def update(self, keys: Array, values: Array) -> Self:
         """The cache with S more tokens.
 

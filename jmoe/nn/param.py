@@ -17,7 +17,7 @@ from jax import Array
 from jax.sharding import AxisType, PartitionSpec
 
 from jmoe.arguments import COMPUTE_DTYPES, as_array, float_dtype
-from jmoe.qtensor import QTensor
+from jmoe.qtensor import QTensor, grid_axes
 from jmoe.quantize import check_static_scale, quantize
 from jmoe.scheme import Recipe, Scheme, recipe_of
 from pallas_kernels.layouts import Layout
@@ -162,7 +162,9 @@ def set_weight(
         value: nnx.Variable | None = None
         if isinstance(w, QTensor):
             if (leaf := getattr(w, part)) is not None:
-                value = variable(QuantizedParam, leaf, axes if part == "data" else _grid_axes(axes, w, part))
+                value = variable(
+                    QuantizedParam, leaf, axes if part == "data" else grid_axes(w, part, axes, _mesh_extent)
+                )
         elif part == "data":
             value = variable(nnx.Param, w, axes)
         values[name + suffix] = value
@@ -300,19 +302,6 @@ def empty(shape: tuple[int, ...], recipe: Recipe, dtype: jax.typing.DTypeLike) -
         return jnp.zeros(shape, dtype)
     like = jax.eval_shape(lambda w: quantize(w, recipe), jax.ShapeDtypeStruct(shape, dtype))
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
-
-
-def _grid_axes(axes: Sequence[AxisName], w: QTensor, part: str) -> tuple[AxisName, ...]:
-    """Axis names of a scale grid: those of the weight, where every shard of it would have whole blocks of its own."""
-    block = (1, -1) if part == "global_scale" else w.scheme.block
-    grid = getattr(w, part).shape
-    names = list(axes)
-    for axis in (-2, -1):
-        extent = w.shape[axis]
-        whole = block[axis] not in (-1, 0) and extent % block[axis] == 0
-        if grid[axis] == 1 or not whole or grid[axis] % _mesh_extent(axes[axis]):
-            names[axis] = None
-    return tuple(names)
 
 
 def _on_mesh(names: tuple[AxisName, ...]) -> tuple[AxisName, ...]:

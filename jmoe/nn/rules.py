@@ -47,6 +47,11 @@ def decide(rules: Rules, *paths: str) -> Decision:
     return Decision(None, None)
 
 
+def first_match(patterns: Sequence[str], path: str) -> int | None:
+    """Index of the first expression that matches all of ``path``, None where none does."""
+    return next((index for index, pattern in enumerate(patterns) if re.fullmatch(pattern, path)), None)
+
+
 def decide_all(rules: Rules, layers: Sequence[tuple[str, ...]]) -> dict[str, Decision]:
     """A decision for every layer, by the first of its paths: a layer that is held in several places has several.
 

@@ -59,3 +59,14 @@ def test_a_mask_of_x64_mode_keeps_int32_positions():
         cache = KVCache.init(1, 4, 1, 1).update(jnp.ones((1, 3, 1, 1)), jnp.ones((1, 3, 1, 1)))
         assert cache.position.dtype == jnp.int32
         np.testing.assert_array_equal(cache.mask(1), [[True, True, True, False]])
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+def test_keys_that_are_sharded_otherwise_are_held_as_the_cache_is():
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Explicit,))
+    keys = jnp.arange(2 * 2 * 2 * 4, dtype=jnp.float32).reshape(2, 2, 2, 4)
+    with jax.set_mesh(mesh):
+        heads = jax.device_put(keys, jax.P(None, None, "model"))
+        cache = KVCache.init(2, 3, 2, 4, jnp.float32).update(heads, heads)
+    np.testing.assert_array_equal(cache.keys[:, :2], keys)
+    assert jax.typeof(cache.keys).sharding.spec == jax.P(None, None, None, None)
