@@ -45,7 +45,7 @@ class OnDevice:
     def __call__(self, op: OpSpec, tiles: Sequence[table.Tiles]) -> list[Kernels | None]:
         """Kernels' times of one call with each of the tiles, summed over calls with weights of their own."""
         layers = self._layers(op)
-        arguments = [_arguments(op, weights, number) for number, weights in enumerate(layers)]
+        arguments = [arguments_of(op, weights, number) for number, weights in enumerate(layers)]
         chosen = select(op, implementation=triton.NAME)
         functions = [
             functools.partial(_calls, op, dataclasses.replace(chosen, tiles=table.parts(each))) for each in tiles
@@ -64,7 +64,7 @@ class OnDevice:
             count = max(2, min(8, round(_BYTES / each)))
             keys = jax.random.split(jax.random.key(0), (count, len(shapes)))
             made = [
-                tuple(_weight(key, shape, op.recipe, op.dtype) for key, shape in zip(of_layer, shapes, strict=True))
+                tuple(weight(key, shape, op.recipe, op.dtype) for key, shape in zip(of_layer, shapes, strict=True))
                 for of_layer in keys
             ]
             self._kept = key, [tuple(prepare(w, op=op) for w in layer) for layer in made]
@@ -80,7 +80,7 @@ def weight_shapes(op: OpSpec) -> list[tuple[int, ...]]:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _weight(key: Array, shape: tuple[int, ...], recipe: Recipe, dtype: str) -> Array | QTensor:
+def weight(key: Array, shape: tuple[int, ...], recipe: Recipe, dtype: str) -> Array | QTensor:
     """A random weight such that values stay near 1, made one matrix at a time."""
     lead, matrix = shape[:-2], shape[-2:]
 
@@ -92,7 +92,7 @@ def _weight(key: Array, shape: tuple[int, ...], recipe: Recipe, dtype: str) -> A
     return jax.tree.map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), made)
 
 
-def _arguments(op: OpSpec, weights: tuple[Any, ...], number: int) -> Any:
+def arguments_of(op: OpSpec, weights: tuple[Any, ...], number: int) -> Any:
     """A call's arguments; routings differ from call to call, and are uniform."""
     keys = jax.random.split(jax.random.key(number), 3)
     dtype = jnp.dtype(op.dtype)
