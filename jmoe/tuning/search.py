@@ -132,15 +132,18 @@ def plan_of(op: OpSpec, device: DeviceSpec | str, count: int = CANDIDATES) -> Wo
             f"{op.describe()} is not tuned: it has no tokens, fixed tiles, two recipes or part of the experts"
         )
     heuristic = functools.partial(_heuristic, op, device)
+    packed = op.recipe.weight is not None and op.recipe.weight.format in ("int4", "e2m1")
     if op.op == "linear":
         base = heuristic(op.tokens)
         assert isinstance(base, MatmulTile)
-        tiles: list[table.Tiles] = [*candidates.matmul_candidates(base, _problem(op, device, op.features), count)]
+        of = candidates.packed_candidates if packed else candidates.matmul_candidates
+        tiles: list[table.Tiles] = [*of(base, _problem(op, device, op.features), count)]
     else:
         around = (op.tokens, 4 * op.tokens, max(1, op.tokens // 4))
         first = _problem(op, device, op.intermediate)
         second = dataclasses.replace(first, n=op.hidden, k=op.intermediate, halves=1, columns=None)
-        tiles = [*candidates.moe_candidates([heuristic(t) for t in around], first, second, count)]
+        bases = [heuristic(t) for t in around]
+        tiles = [*candidates.moe_candidates(bases, first, second, count, packed=packed)]
     return Work(op=op, key=key, tiles=tuple(tiles))
 
 

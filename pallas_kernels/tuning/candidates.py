@@ -7,6 +7,7 @@ GPU idle, so that a few measurements are enough. Its constants are an H200's, an
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pallas_kernels.tuning.heuristics import MatmulTile, Operands, shared_memory
 from pallas_kernels.tuning.moe_heuristics import MoETiles
@@ -180,7 +181,34 @@ def matmul_candidates(base: MatmulTile, problem: Problem, count: int) -> list[Ma
     return _best(base, _space(base, sorted(heights), problem, splits=few, groups=(base.group,)), problem, count)
 
 
-def moe_candidates(bases: Sequence[MoETiles], first: Problem, second: Problem, count: int) -> list[MoETiles]:
+def packed_candidates(base: MatmulTile, problem: Problem, count: int) -> list[MatmulTile]:
+    """At most ``count`` tiles of a product with packed four-bit weights: ``base``, and its neighbours.
+
+    Four bits a weight are shared memory's, and steps of K stay multiples of 128, the columns of a packed tile.
+    """
+    steps = -(-problem.k // base.block_k)
+    moves: list[dict[str, Any]] = [
+        {"num_stages": base.num_stages + 1},
+        {"block_k": base.block_k // 2},
+        {"num_stages": base.num_stages - 1},
+        {"block_k": base.block_k * 2},
+        {"split_k": base.split_k * 2} if problem.m <= 64 and problem.groups == 1 and steps >= 4 * base.split_k else {},
+        {"block_n": base.block_n * 2, "num_warps": base.num_warps * 2},
+    ]
+    x_bytes, _ = _BYTES[problem.operands]
+    found = [base]
+    for move in moves:
+        tile = replace(base, **move)
+        size = tile.num_stages * tile.block_k * (2 * tile.block_m * x_bytes + problem.halves * tile.block_n) // 2
+        fits = size <= shared_memory(problem.capability) and tile.num_stages >= 2 and tile.num_warps <= 8
+        if fits and tile.block_k >= 128 and tile not in found and len(found) < count:
+            found.append(tile)
+    return found
+
+
+def moe_candidates(
+    bases: Sequence[MoETiles], first: Problem, second: Problem, count: int, *, packed: bool = False
+) -> list[MoETiles]:
     """At most ``count`` pairs of tiles of a layer of experts, the heuristic's first.
 
     The i-th tiles of both products make a pair: a product's time does not depend on the other's tile, but for the
@@ -191,6 +219,7 @@ def moe_candidates(bases: Sequence[MoETiles], first: Problem, second: Problem, c
         first are candidates as they are.
       first, second: the products; ``m`` is the rows of an expert on average.
       count: at least 1.
+      packed: weights are four-bit codes.
     """
     base = bases[0]
     others: dict[tuple[int, bool], MoETiles] = {}
@@ -198,17 +227,16 @@ def moe_candidates(bases: Sequence[MoETiles], first: Problem, second: Problem, c
         if _height(other) != _height(base):
             others.setdefault(_height(other), other)
     chosen = list(others.values())[: (count - 1) // 2]
-    tiles = [
-        _of_vectors(tile, problem, count - len(chosen))
-        if base.single
-        else _best(
-            tile,
-            _space(tile, (tile.block_m,), problem, splits=False, groups=(tile.group,)),
-            problem,
-            count - len(chosen),
-        )
-        for tile, problem in ((base.first, first), (base.second, second))
-    ]
+    own = count - len(chosen)
+    tiles = []
+    for tile, problem in ((base.first, first), (base.second, second)):
+        if base.single:
+            tiles.append(_of_vectors(tile, problem, own))
+        elif packed:
+            tiles.append(packed_candidates(tile, problem, own))
+        else:
+            space = _space(tile, (tile.block_m,), problem, splits=False, groups=(tile.group,))
+            tiles.append(_best(tile, space, problem, own))
     pairs = [replace(base, first=a or base.first, second=b or base.second) for a, b in itertools.zip_longest(*tiles)]
     return [*pairs, *chosen]
 

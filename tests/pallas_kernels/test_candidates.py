@@ -10,11 +10,12 @@ from pallas_kernels.tuning.candidates import (
     is_legal,
     matmul_candidates,
     moe_candidates,
+    packed_candidates,
     registers,
     shared_bytes,
 )
 from pallas_kernels.tuning.heuristics import MatmulTile, matmul_tile, shared_memory
-from pallas_kernels.tuning.moe_heuristics import moe_tiles
+from pallas_kernels.tuning.moe_heuristics import MoETiles, moe_tiles
 
 
 def tile(block_m, block_n, block_k, warps, stages, **changes):
@@ -94,3 +95,37 @@ def test_candidates_of_a_layer_of_experts(tokens):
             assert is_legal(pair.first, first) and is_legal(pair.second, second)
     assert {(b.first.block_m, b.single) for b in bases} >= {(p.first.block_m, p.single) for p in pairs}
     assert moe_candidates(bases, first, second, 1) == bases[:1]
+
+
+def test_candidates_of_packed_weights_are_neighbours():
+    base = tile(16, 64, 256, 4, 5, swap=True)
+    problem = Problem(m=8, n=8192, k=8192, operands="fp8")
+    found = packed_candidates(base, problem, 9)
+    assert found[0] == base and len(set(found)) == len(found)
+    differing = [
+        {
+            name
+            for name in ("block_n", "block_k", "num_warps", "num_stages", "split_k")
+            if getattr(other, name) != getattr(base, name)
+        }
+        for other in found[1:]
+    ]
+    assert differing == [
+        {"num_stages"},
+        {"block_k"},
+        {"num_stages"},
+        {"block_k"},
+        {"split_k"},
+        {"block_n", "num_warps"},
+    ]
+    assert {other.block_k % 128 for other in found} == {0}
+    assert packed_candidates(base, problem, 2) == found[:2]
+    large = tile(256, 128, 128, 8, 3, swap=True)
+    for other in packed_candidates(large, Problem(m=8192, n=8192, k=8192, operands="w8a16"), 9):
+        assert other.split_k == 1 and other.num_warps == 8 and other.block_k == 128  # nothing larger fits
+    base = MoETiles(first=tile(16, 64, 256, 4, 3, swap=True), second=tile(16, 64, 256, 4, 4, swap=True))
+    facts = {"m": 4, "operands": "w8a16", "groups": 128}
+    pairs = moe_candidates(
+        [base], Problem(n=768, k=2048, halves=2, **facts), Problem(n=2048, k=768, **facts), 4, packed=True
+    )
+    assert pairs[0] == base and len(pairs) == 4
