@@ -290,35 +290,57 @@ def round_to(x: Array, dtype: jax.typing.DTypeLike) -> Array:
     return x if dtype == jnp.float32 else _round_p.bind(x, dtype=dtype)
 
 
-def _ptx_rule(ctx: tl.LoweringRuleContext, x: Any, *, meaning: Any, dtype: Any, ptx: str, pack: int) -> Any:
+def _ptx_rule(ctx: tl.LoweringRuleContext, *args: Any, meaning: Any, dtype: Any, ptx: str, pack: int) -> Any:
     [aval] = ctx.avals_out
-    registers = pack * aval.dtype.itemsize // 4
-    constraints = ",".join(["=r"] * registers + ["r"] * (pack * ctx.avals_in[0].dtype.itemsize // 4))
+    inputs = sum(pack * a.dtype.itemsize // 4 for a in ctx.avals_in)
+    constraints = ",".join(["=r"] * (pack * aval.dtype.itemsize // 4) + ["r"] * inputs)
     result = ir.RankedTensorType.get(aval.shape, tl._dtype_to_ir_type(aval.dtype))
-    return tt.elementwise_inline_asm([result], ptx, constraints=constraints, pure=True, packed_element=pack, args=[x])
+    return tt.elementwise_inline_asm(
+        [result], ptx, constraints=constraints, pure=True, packed_element=pack, args=list(args)
+    )
 
 
 _ptx_p = _primitive(
     "jmoe_ptx",
-    lambda x, *, meaning, dtype, ptx, pack: meaning(x),
-    lambda x, *, meaning, dtype, ptx, pack: ShapedArray(x.shape, jnp.dtype(dtype)),
+    lambda *args, meaning, dtype, ptx, pack: meaning(*args),
+    lambda x, *others, meaning, dtype, ptx, pack: ShapedArray(x.shape, jnp.dtype(dtype)),
     _ptx_rule,
 )
 
 
-def packed_ptx(x: Array, meaning: Callable[[Array], Array], ptx: str, *, pack: int, dtype: Any) -> Array:
+def packed_ptx(x: Array, meaning: Callable[..., Array], ptx: str, *others: Array, pack: int, dtype: Any) -> Array:
     """An elementwise function written in PTX for ``pack`` elements at a time, and ``meaning``, its jnp twin.
 
     Interpret mode runs ``meaning``, a GPU runs ``ptx``: tests on a GPU hold them to agree.
 
     Args:
       x: a tile of at least ``pack`` elements a thread.
-      meaning: a module-level function of ``x``.
-      ptx: ``$0``, ``$1``, ... are the 32-bit registers of the result, then those of x, elements from the low bits up.
-      pack: elements, a whole number of 32-bit registers of x and of the result.
+      meaning: a module-level function of ``x`` and ``others``, or a partial of one that is made once.
+      ptx: ``$0``, ``$1``, ... are the 32-bit registers of the result, then those of x, elements from the low bits up,
+        then those of each of the others.
+      *others: tiles of x's shape.
+      pack: elements, a whole number of 32-bit registers of every tile.
       dtype: of the result.
     """
-    return _ptx_p.bind(x, meaning=meaning, dtype=jnp.dtype(dtype), ptx=ptx, pack=pack)
+    return _ptx_p.bind(x, *others, meaning=meaning, dtype=jnp.dtype(dtype), ptx=ptx, pack=pack)
+
+
+def _join_rule(ctx: tl.LoweringRuleContext, a: Any, b: Any) -> Any:
+    [aval] = ctx.avals_out
+    return tt.join(ir.RankedTensorType.get(aval.shape, tl._dtype_to_ir_type(aval.dtype)), a, b)
+
+
+_join_p = _primitive(
+    "jmoe_join",
+    lambda a, b: jnp.stack([a, b], axis=-1),
+    lambda a, b: ShapedArray((*a.shape, 2), a.dtype),
+    _join_rule,
+)
+
+
+def join(a: Array, b: Array) -> Array:
+    """``jnp.stack([a, b], axis=-1)`` of two tiles of one shape and dtype, without moving data between threads."""
+    return _join_p.bind(a, b)
 
 
 @dataclass(frozen=True)

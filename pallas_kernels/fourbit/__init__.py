@@ -1,0 +1,1 @@
+"""Products whose weights are four bits wide."""

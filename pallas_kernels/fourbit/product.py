@@ -1,0 +1,305 @@
+"""Sums over K of packed four-bit weights times rows of x, with the weights on the tensor core's left, from registers.
+
+Packed words go from memory through shared memory into the registers of the dot's left operand, where a few
+instructions make e4m3 or bfloat16 of them; nothing unpacked is stored, and as few as 16 rows of x fill the right one.
+
+e2m1 codes with e8m0 scales become e4m3 with the scale in the exponent, relative to the row's largest: exact for twelve
+consecutive exponents. Rows that span more go through K in several passes, each of which takes in the next twelve, from
+the smallest up, so that one accumulator serves. How many is known from the row's last word; a program whose rows all
+need one runs no code of the others.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import bits, body, lowering
+from pallas_kernels.fourbit import decode
+from pallas_kernels.fourbit.packing import COLUMNS, E4M3_SHIFT, FOLDED, ROWS, Packed, Packing
+from pallas_kernels.lowering import arange, load
+from pallas_kernels.tuning.heuristics import MatmulTile
+
+_INT4_OFFSET = 8
+"""What symmetric codes are held too large by."""
+
+
+class Part(NamedTuple):
+    """Rows of w that one accumulator belongs to: the indices of its matrix, and ``block_n`` rows of it.
+
+    Rows past the end are any that exist; their sums mean nothing.
+    """
+
+    matrix: tuple[Any, ...]
+    rows: Array
+
+
+class Step(NamedTuple):
+    """Static facts of a program's sums."""
+
+    packing: Packing
+    tile: MatmulTile
+    exact: bool
+
+
+def sums(
+    x: Any, row: Array, w: Packed, parts: Sequence[Part], step: Step, *, share: Array | None = None
+) -> list[Array]:
+    """In a kernel: the float32 sum over K of each part, (rows of w, rows of x), without ``row_scale`` and x's scales.
+
+    Args:
+      x: ref (R, K), bfloat16 or e4m3 as the packing's operand.
+      row: int32 (block_m,), rows of x.
+      w: refs, with as many axes in front as a part has indices.
+      parts: of the program, with ``block_n`` rows each.
+      step: static facts.
+      share: which of ``split_k`` shares of K; None is all of it.
+    """
+    packing, tile, _ = step
+    total = [jnp.zeros((tile.block_n, tile.block_m), jnp.float32)] * len(parts)
+    whole, count = packing.k // tile.block_k, pl.cdiv(packing.k, tile.block_k)
+    first: Array | int = 0
+    last: Array | int = count
+    if share is not None:
+        length = pl.cdiv(count, tile.split_k)
+        first = share * length
+        last = jnp.minimum(first + length, count)
+    end_of_whole: Array | int = whole if share is None else jnp.clip(whole, first, last)
+    advance = functools.partial(_step, x, row, w, parts, step)
+    if packing.folds:
+        passes = _passes(w, parts, packing)
+        many = passes > 1
+        one_pass = functools.partial(_one_pass, x, row, w, parts, step, first, last)
+        total = lowering.loop(jnp.where(many, passes, np.int32(0)), lambda i, acc: one_pass(passes - 1 - i, acc), total)
+        last, end_of_whole = (
+            jnp.where(many, jnp.asarray(first, jnp.int32), jnp.asarray(end, jnp.int32)) for end in (last, end_of_whole)
+        )
+    total = lowering.loop(end_of_whole, functools.partial(advance, masked=False), total, start=first)
+    if whole < count:
+        total = lowering.loop(last, functools.partial(advance, masked=True), total, start=end_of_whole)
+    return total
+
+
+def row_scale(w: Packed, part: Part, packing: Packing) -> Array:
+    """In a kernel: what a part's sums are to be multiplied by, float32, one a row of w."""
+    if packing.scale == "e8m0":
+        top = load(w.scale, (*part.matrix, packing.words, _word_column(part.rows, packing))) & np.uint32(0xFF)
+        # A row's largest exponent is held as 11, which ``decode.fold`` makes 2**6, or as 254, 2**127 times 2**-126.
+        return bits.e8m0_to_f32(top) * np.float32(2.0**-6 if packing.folds else 2.0**-1)
+    if packing.scale == "e4m3":
+        assert w.global_scale is not None
+        one = w.global_scale.shape[-2] == 1
+        row = jnp.zeros_like(part.rows) if one else jnp.minimum(part.rows, packing.n - 1)
+        return load(w.global_scale, (*part.matrix, row, 0)) * np.float32(2.0 ** (126 - E4M3_SHIFT))
+    power = np.float32(2.0**-decode.INT4_SHIFT)
+    if packing.group != -1:
+        return jnp.full(part.rows.shape, power, jnp.float32)
+    return _as_float(load(w.scale, (*part.matrix, 0, _word_column(part.rows, packing))), packing) * power
+
+
+def _row_tile(rows: Array, packing: Packing) -> Array:
+    """The tile that rows of w lie in; those past the end lie in the last."""
+    return jnp.minimum(body.div(rows, ROWS), packing.row_tiles - 1)
+
+
+def _word_column(rows: Array, packing: Packing) -> Array:
+    """Where words of scales lie along the rows of w."""
+    return _row_tile(rows, packing) * ROWS + body.rem(rows, ROWS)
+
+
+def _passes(w: Packed, parts: Sequence[Part], packing: Packing) -> Array:
+    """The most passes that any of a program's rows of w needs, int32."""
+    words = [load(w.scale, (*p.matrix, packing.words, _word_column(p.rows, packing))) for p in parts]
+    return functools.reduce(jnp.maximum, [jnp.max((word >> np.uint32(8)).astype(jnp.int32)) for word in words])
+
+
+def _one_pass(
+    x: Any,
+    row: Array,
+    w: Packed,
+    parts: Sequence[Part],
+    step: Step,
+    first: Array | int,
+    last: Array | int,
+    number: Array,
+    total: list[Array],
+) -> list[Array]:
+    """Adds the groups whose exponents are from 12 ``number`` to 12 ``number`` + 11 below their row's largest.
+
+    ``total`` holds those of the pass before, which counts in units 2**12 smaller.
+    """
+    packing, tile, _ = step
+    steps = tile.block_k // COLUMNS
+    total = [acc * np.float32(2.0**-FOLDED) for acc in total]
+    short = step._replace(tile=replace(tile, block_k=COLUMNS))
+    masked = packing.k % COLUMNS != 0
+    advance = functools.partial(_step, x, row, w, parts, short, masked=masked, number=number)
+    return lowering.loop(jnp.minimum(last * steps, packing.column_tiles), advance, total, start=first * steps)
+
+
+def _step(
+    x: Any,
+    row: Array,
+    w: Packed,
+    parts: Sequence[Part],
+    step: Step,
+    i: Array,
+    total: list[Array],
+    *,
+    masked: bool,
+    number: Array | None = None,
+) -> list[Array]:
+    """The accumulators after step ``i`` of K, of all groups or of those of pass ``number``."""
+    packing, tile, exact = step
+    runs, dots = packing.runs, _dots(step)
+    operands = [_Operands(w, part, packing, tile, i, masked, number) for part in parts]
+    promoted = exact and packing.operand == "e4m3"
+    for j in range(0, runs, runs // dots):
+        among = range(j, j + runs // dots)
+        column = _columns_of_runs(packing, tile.block_k, i, j, len(among))
+        valid = (column < packing.k)[None, :] if masked else None
+        right = load(x, (row[:, None], column[None, :]), mask=valid, other=0 if masked else None)
+        result = []
+        for operand, acc in zip(operands, total, strict=True):
+            left = decode.beside([operand.run(r) for r in among], packing.run)
+            result.append(acc + lowering.dot(left, right) if promoted else lowering.dot(left, right, acc))
+        total = result
+    return total
+
+
+def _dots(step: Step) -> int:
+    """Dots that a step of K goes through one after the other: one may run while the next one's weights unpack."""
+    packing, tile, exact = step
+    if packing.operand == "e4m3" and exact:
+        return max(1, tile.block_k // COLUMNS)
+    return 1 if tile.block_m <= 16 and packing.codes == "e2m1" else 2
+
+
+def _columns_of_runs(packing: Packing, block_k: int, i: Array, first: int, runs: int) -> Array:
+    """Columns of x that meet ``decode.beside`` of so many runs of step ``i``."""
+    width = runs * packing.run
+    lane = arange(width * (block_k // COLUMNS))
+    if runs == packing.runs or block_k == COLUMNS:
+        return i * block_k + first * packing.run + lane
+    return i * block_k + body.div(lane, width) * COLUMNS + first * packing.run + body.rem(lane, width)
+
+
+class _Operands:
+    """A step's packed weights and scales of a program's rows of w, loaded when they are first asked for."""
+
+    def __init__(
+        self,
+        w: Packed,
+        part: Part,
+        packing: Packing,
+        tile: MatmulTile,
+        i: Array,
+        masked: bool,
+        number: Array | None,
+    ) -> None:
+        self._w, self._matrix, self._packing, self._number = w, part.matrix, packing, number
+        self._words: dict[Any, Array] = {}
+        self._tiles = tile.block_k // COLUMNS
+        last = packing.column_tiles - 1
+        tiles = [i * self._tiles + b for b in range(self._tiles)]
+        self._column_tiles = [jnp.minimum(t, last) for t in tiles] if masked else tiles
+        self._word_column = _word_column(part.rows, packing)
+        lane = arange(self._tiles * packing.run)
+        across = i * self._tiles + body.div(lane, packing.run)
+        across = (jnp.minimum(across, last) if masked else across) * (ROWS * packing.run) + body.rem(lane, packing.run)
+        down = body.rem(part.rows, ROWS) * packing.run
+        rows = _row_tile(part.rows, packing)
+        self._data = load(w.data, (*part.matrix, rows[:, None], down[:, None] + across[None, :]))
+
+    def run(self, j: int) -> Array:
+        """The dot's left operand of run ``j`` of every tile of the step."""
+        p = self._packing
+        a_run = max(1, p.run // p.group) if p.group > 0 else 1
+        groups = [(b, j * p.run, n) for b in range(self._tiles) for n in range(a_run)]
+        width = p.run // a_run
+        if p.codes == "int4":
+            zeros = decode.spread([self._zero(*group) for group in groups], width)
+            scales = [self._scales(*group) for group in groups] if p.group != -1 else []
+            parts = [decode.spread(list(part), width) for part in zip(*scales, strict=True)]
+            return decode.int4(self._data, zeros, parts, j)
+        if p.operand == "bfloat16":
+            return decode.e2m1(self._data, decode.spread([self._scale(*group) for group in groups], width), j)
+        held = [self._field(self._w.scale, 8, *group) for group in groups]
+        live = jnp.full(self._data.shape, np.uint32(decode.MAGNITUDES))
+        if self._number is not None:
+            passed = [_in_pass(h, self._number) for h in held]
+            held = [h for h, _ in passed]
+            masks = [jnp.where(here, np.uint32(decode.MAGNITUDES), np.uint32(0)) for _, here in passed]
+            live = decode.spread(masks, width)
+        exponents = [h * np.uint32(8 * 0x01010101) for h in held]
+        return decode.fold(self._data, decode.spread(exponents, width), live, j)
+
+    def _scale(self, *group: int) -> Array:
+        """An e2m1 group's scale, as ``decode.e2m1`` takes it."""
+        if self._packing.scale == "e8m0":
+            return self._field(self._w.scale, 8, *group) * np.uint32(0x00800080)
+        return self._field(self._w.scale, 16, *group) * np.uint32(0x00010001)
+
+    def _scales(self, *group: int) -> list[Array]:
+        """The parts of an int4 group's scale, as ``decode.int4`` takes them."""
+        p = self._packing
+        field = self._field(self._w.scale, 32 // p.groups_a_word, *group)
+        if p.scale == "bfloat16":
+            return [field * np.uint32(0x00010001)]
+        value = _as_float(field, p)
+        word = lax.bitcast_convert_type(value, jnp.uint32)
+        upper = lax.bitcast_convert_type(word & np.uint32(0xFFFF0000), jnp.float32)
+        return [decode.pair(upper), decode.twice(value - upper)]
+
+    def _zero(self, *group: int) -> Array:
+        if self._w.zero_point is None:
+            zero = jnp.full(self._word_column.shape, np.float32(_INT4_OFFSET))
+        else:
+            zero = self._field(self._w.zero_point, 8, *group).astype(jnp.int32).astype(jnp.float32)
+        return decode.pair(zero * np.float32(-(2.0**decode.INT4_SHIFT)))
+
+    def _field(self, ref: Any, size: int, b: int, column: int, n: int) -> Array:
+        """uint32 of ``size`` bits: of the group n groups behind the one of ``column`` of the step's tile ``b``."""
+        p, a_word = self._packing, 32 // size
+        a_tile = COLUMNS // p.group if 0 < p.group <= COLUMNS else 0
+        if a_tile and a_tile % a_word == 0:
+            within = column // p.group + n
+            word = self._column_tiles[b] * (a_tile // a_word) + within // a_word
+            shift: Any = np.uint32(within % a_word * size)
+            key: Any = (size, b, within // a_word)
+        else:
+            if a_tile:
+                group = self._column_tiles[b] * a_tile + (column // p.group + n)
+            elif p.group == -1:
+                group = jnp.int32(0)
+            else:
+                group = body.div(self._column_tiles[b], p.group // COLUMNS)
+            word = body.div(group, a_word)
+            shift = (body.rem(group, a_word) * size).astype(jnp.uint32)
+            key = (size, b, column // p.group + n if a_tile else 0)
+        if (ref is self._w.zero_point, key) not in self._words:
+            loaded = load(ref, (*self._matrix, word, self._word_column))
+            self._words[ref is self._w.zero_point, key] = loaded
+        loaded = self._words[ref is self._w.zero_point, key]
+        return loaded if size == 32 else (loaded >> shift) & np.uint32((1 << size) - 1)
+
+
+def _as_float(field: Array, packing: Packing) -> Array:
+    """An int4 group's scale, from the bits that its words hold, as float32."""
+    if packing.scale == "float16":
+        half = (field & np.uint32(0xFFFF)).astype(jnp.uint16)
+        return lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32)
+    if packing.scale == "bfloat16":
+        field = field << np.uint32(16)
+    return lax.bitcast_convert_type(field, jnp.float32)
+
+
+def _in_pass(held: Array, number: Array) -> tuple[Array, Array]:
+    """A folded exponent as it would be held were the row's largest 12 ``number`` smaller, and whether e4m3 has it."""
+    below = ((np.uint32(FOLDED - 1) - held) & np.uint32(0xFF)).astype(jnp.int32) - number * FOLDED
+    return (FOLDED - 1 - below).astype(jnp.uint32), (below >= 0) & (below < FOLDED)

@@ -1,0 +1,146 @@
+"""First choices of tiles for packed four-bit weights; pure functions, no GPU needed.
+
+Weights are the tensor core's left operand, so ``block_n`` is at least 64, and ``block_m`` may be as little as 16. A
+step of K is a number of tiles of the packing: long ones pay while reading the weights takes the time.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pallas_kernels.tuning.heuristics import MatmulTile, shared_memory
+from pallas_kernels.tuning.moe_heuristics import MoETiles
+
+_COLUMNS = 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """What of a packing its tiles depend on.
+
+    Attributes:
+      operand: what the weights are made to, and x is.
+      words: 32-bit words of scales and zero points that go with 128 columns of a row.
+    """
+
+    operand: Literal["bfloat16", "e4m3"]
+    words: int
+
+    @property
+    def x_bytes(self) -> int:
+        return 1 if self.operand == "e4m3" else 2
+
+
+def linear_tile(
+    m: int,
+    n: int,
+    k: int,
+    *,
+    kind: Kind,
+    capability: int = 90,
+    sm_count: int = 132,
+    batch_invariant: bool = False,
+) -> MatmulTile:
+    """Tile of a dense product (M, K) x (N, K).
+
+    Args:
+      m, n, k: the product's extents.
+      kind: of the weights.
+      capability: compute capability times ten.
+      sm_count: streaming multiprocessors.
+      batch_invariant: the choice may not depend on ``m``.
+    """
+    folds = kind.operand == "e4m3"
+    if batch_invariant:
+        tile = _tile(64, 64, 256 if folds else 128, 4, 3)
+    elif m <= 16:
+        tile = _tile(16, 64, 256 if folds or k < 4096 else 512, 4, 5 if folds else 3)
+    elif m <= 64:
+        block_k = 128 if kind.words >= 4 else 256
+        tile = _tile(32 if m <= 32 else 64, 64, block_k, 4, 3 if block_k == 256 and not folds else 4)
+    elif m <= 128 or -(-m // 256) * -(-n // 128) < 3 * sm_count // 4 or capability != 90:
+        tile = _tile(128, 64, 256 if folds else 128, 4, 3)
+    else:
+        tile = _tile(256, 128, 256 if folds else 128, 8, 3)
+    if m <= 64 and not batch_invariant:
+        tile = replace(tile, split_k=_split(-(-n // tile.block_n), -(-k // tile.block_k), sm_count))
+    if folds and capability < 90 and tile.block_m > 16:  # Ada has no registers for what longer steps unpack
+        tile = replace(tile, block_m=min(tile.block_m, 64), block_k=_COLUMNS)
+    return _fitted(tile, 1, kind, capability)
+
+
+def moe_tiles(
+    tokens: int,
+    hidden: int,
+    intermediate: int,
+    experts: int,
+    top_k: int = 1,
+    *,
+    kind: Kind,
+    halves: int = 2,
+    batched: bool = False,
+    capability: int = 90,
+    batch_invariant: bool = False,
+) -> MoETiles:
+    """Tiles of a layer of experts.
+
+    Args:
+      tokens: T, or the rows of each expert where ``batched``.
+      hidden, intermediate: H and I.
+      experts: experts here, E.
+      top_k: k.
+      kind: of the weights.
+      halves: of w13, 2 if gated.
+      batched: for ``batched_experts``.
+      capability: compute capability times ten.
+      batch_invariant: the choice may not depend on ``tokens``.
+    """
+    rows = tokens if batched else -(-tokens * top_k // max(experts, 1))
+    block_m = 64 if batch_invariant or capability != 90 else _block_m(rows)
+    folds, few = kind.operand == "e4m3", block_m <= 32
+    block_k = 256 if folds or few else 128
+    warps = 8 if block_m == 128 else 4
+    first = _tile(block_m, 128 if block_m == 128 else 64, block_k, warps, 3)
+    second = _tile(block_m, 128 if block_m == 128 else 64, block_k, warps, 3 if block_m > 64 else 4)
+    return MoETiles(first=_fitted(first, halves, kind, capability), second=_fitted(second, 1, kind, capability))
+
+
+def _tile(block_m: int, block_n: int, block_k: int, warps: int, stages: int) -> MatmulTile:
+    return MatmulTile(
+        block_m=block_m, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages, group=8, swap=True
+    )
+
+
+def _block_m(rows: int) -> int:
+    """Rows of a block for so many rows an expert on average."""
+    if rows <= 8:
+        return 16
+    if rows <= 24:
+        return 32
+    return 64 if rows <= 96 else 128
+
+
+def _split(tiles: int, steps: int, sm_count: int) -> int:
+    """Parts of K for so many tiles of rows of w, where they do not fill the GPU."""
+    split = 1
+    while split < 8 and split * tiles < sm_count * 3 // 2 and steps >= 6 * split:
+        split *= 2
+    return split
+
+
+def _fitted(tile: MatmulTile, halves: int, kind: Kind, capability: int) -> MatmulTile:
+    """The tile with as many stages, and if need be as short a step of K, as shared memory allows.
+
+    Packed weights leave it a step earlier than x, which the tensor core reads there.
+    """
+
+    def bytes_of(stages: int, block_k: int) -> int:
+        w = halves * tile.block_n * (block_k // 2 + block_k // _COLUMNS * 4 * kind.words)
+        return stages * tile.block_m * block_k * kind.x_bytes + max(stages - 1, 1) * w
+
+    stages, block_k, limit = tile.num_stages, tile.block_k, shared_memory(capability)
+    while bytes_of(stages, block_k) > limit and (stages > 2 or block_k > _COLUMNS):
+        if stages > 2:
+            stages -= 1
+        else:
+            block_k //= 2
+    return replace(tile, num_stages=stages, block_k=block_k)

@@ -1,0 +1,58 @@
+"""Four-bit weights for tests: quantized by recipes, as the kernels take them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jmoe
+from jmoe.qtensor import QTensor
+from pallas_kernels.fourbit.packing import Packed, Packing, pack
+from pallas_kernels.tuning.fourbit import Kind
+from tests.pallas_kernels import lanes
+
+RECIPES = (
+    "mxfp4",
+    "mxfp4_a8",
+    "nvfp4_w4a16",
+    "int4",
+    "int4:group=32,scale_dtype=bfloat16",
+    "int4:group=64,scale_dtype=float16,zero_point",
+    "int4:group=256",
+    "int4:group=-1,zero_point",
+)
+
+
+def packing_of(q: QTensor) -> Packing:
+    n, k = q.shape[-2:]
+    return Packing(
+        codes=q.scheme.format,
+        operand="bfloat16" if q.input_scheme is None else "e4m3",
+        scale=q.scheme.scale_dtype,
+        group=q.scheme.block[1],
+        zero_point=q.scheme.zero_point,
+        n=n,
+        k=k,
+    )
+
+
+def packed(q: QTensor) -> Packed:
+    return pack(q.data, q.scale, q.zero_point, q.global_scale, packing_of(q))
+
+
+def kind_of(packing: Packing) -> Kind:
+    return Kind(operand=packing.operand, words=packing.words_a_tile)
+
+
+def abstract_weight(recipe: str, shape: tuple[int, ...]) -> QTensor:
+    """A weight of that recipe as shapes."""
+    return jax.eval_shape(lambda w: jmoe.quantize(w, recipe), lanes.spec(shape, jnp.float32))
+
+
+def of_wide_range(key: jax.Array, shape: tuple[int, ...], exponents: int) -> Any:
+    """Normal weights whose groups of 32 columns are scaled by powers of two from 2**-exponents to 1."""
+    n, k = shape
+    keys = jax.random.split(key)
+    power = jax.random.randint(keys[1], (n, -(-k // 32)), -exponents, 1)
+    scale = jnp.repeat(jnp.exp2(power.astype(jnp.float32)), 32, axis=1)[:, :k]
+    return jax.random.normal(keys[0], shape) * scale

@@ -1,0 +1,80 @@
+"""What products with packed four-bit weights become for GPUs that are not here."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.fourbit.linear import linear
+from pallas_kernels.tuning.fourbit import linear_tile
+from tests.pallas_kernels import aot, lanes
+from tests.pallas_kernels import fourbit_cases as cases
+
+SUPPORTED = [
+    (capability, recipe)
+    for capability in (80, 89, 90, 100)
+    for recipe in ("mxfp4", "nvfp4_w4a16", "int4", "int4:group=32,scale_dtype=bfloat16,zero_point", "mxfp4_a8")
+    if capability >= 89 or recipe != "mxfp4_a8"
+]
+"""FP8 dots need sm89."""
+
+
+def product(recipe, m, n, k, capability, *, layers=None, exact=False):
+    """A dense product as a function, and its arguments as shapes."""
+    stack = () if layers is None else (layers,)
+    q = cases.abstract_weight(recipe, (*stack, n, k))
+    packing = cases.packing_of(q)
+    tile = linear_tile(m, n, k, kind=cases.kind_of(packing), capability=capability)
+    folds = packing.operand == "e4m3"
+    x = lanes.spec((m, k), jnp.float8_e4m3fn if folds else jnp.bfloat16)
+    layer = None if layers is None else lanes.spec((), jnp.int32)
+
+    def call(x, x_scale, w, layer):
+        return linear(x, w, packing=packing, x_scale=x_scale, layer=layer, exact=exact, tile=tile)
+
+    return call, (x, lanes.spec((m, 1)) if folds else None, jax.eval_shape(cases.packed, q), layer)
+
+
+@pytest.mark.lowering
+@pytest.mark.parametrize("capability, recipe", SUPPORTED)
+def test_every_kernel_lowers(capability, recipe):
+    for m in (1, 300):
+        call, arguments = product(recipe, m, 5760, 2880, capability, layers=2)
+        kernels = lanes.lower_for(call, arguments, capability)
+        assert [k.name for k in kernels] == (["linear_w4", "linear_finish"] if m == 1 else ["linear_w4"])
+        assert kernels[0].count("tt.dot") >= 1
+        # A float8 type would end the process in compilers for GPUs before sm89.
+        assert ("f8E4M3" in kernels[0].text) == (recipe == "mxfp4_a8")
+
+
+@pytest.mark.lowering
+def test_weights_are_unpacked_in_the_layout_that_they_are_loaded_in():
+    # 64 rows of 64 bytes a tile of K: nothing wider than the packed tile is loaded, and its parts are not shuffled.
+    call, arguments = product("mxfp4_a8", 16, 16384, 8192, 90)
+    [kernel] = lanes.lower_for(call, arguments)
+    assert kernel.count("tt.gather") == 0
+    assert kernel.count("tt.elementwise_inline_asm") >= 2
+
+
+@pytest.mark.aot
+@aot.installed
+@pytest.mark.parametrize("capability, recipe", SUPPORTED)
+def test_every_tile_of_the_heuristics_compiles_without_spilling(capability, recipe):
+    for n, k in ((16384, 8192), (5760, 2880)):
+        for m in (16, 64, 100, 4096):
+            call, arguments = product(recipe, m, n, k, capability)
+            aot.compile_for(call, arguments, capability)
+
+
+@pytest.mark.aot
+@aot.installed
+def test_a_scan_over_layers_copies_no_weights():
+    layers, m, n = 4, 16, 4096
+    call, (x, _, w, _) = product("int4", m, n, n, 90, layers=layers)
+
+    def scanned(x, w):
+        step = functools.partial(lambda w, x, layer: (call(x, None, w, layer), None), w)
+        return jax.lax.scan(step, x, jnp.arange(layers, dtype=jnp.int32))[0]
+
+    assert aot.compile_for(scanned, (x, w)).temporary_bytes < n * n // 4
