@@ -69,6 +69,21 @@ def _fail(message: str) -> int:
     return 1
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        console.print(f"jmoe {jmoe.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options of jmoe itself."""
+
+
 @app.command()
 def compare(
     path: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A folder with config.json and safetensors.")],
@@ -197,7 +212,9 @@ def explain_command(
     features: Annotated[int | None, typer.Option(min=1, help="N of a linear; default: hidden.")] = None,
     experts: Annotated[int, typer.Option(min=1, help="E.")] = 8,
     top_k: Annotated[int, typer.Option(min=1, help="k, slots a token.")] = 2,
-    activation: Annotated[str | None, typer.Option(help="e.g. silu, swigluoai, relu2.")] = None,
+    activation: Annotated[
+        str | None, typer.Option(help="e.g. silu, gelu_tanh, swigluoai; with --no-gated also relu2.")
+    ] = None,
     gated: Annotated[bool, typer.Option(help="w13 has a gate and an up half.")] = True,
     dtype: Annotated[str, typer.Option(help="Of x: bfloat16, float16 or float32.")] = "bfloat16",
     implementation: Annotated[str | None, typer.Option(help="Ask for this one by name.")] = None,

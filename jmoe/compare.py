@@ -141,7 +141,7 @@ class Comparison:
                 f"{row.weight_bytes / 1e6:.2f}",
                 "-" if row.sqnr_db is None else f"{row.sqnr_db:.1f}",
                 f"{row.loss:.4f}",
-                "-" if row.loss_change is None else f"{row.loss_change:+.4f}",
+                "-" if row.loss_change is None else _signed(row.loss_change),
                 f"{row.tokens_per_second:,.0f}",
                 row.implementation,
                 table.why(row.reason),
@@ -160,8 +160,8 @@ class Comparison:
 
         figure = Figure(figsize=(14, 5.5), layout="constrained")
         by_bytes, by_layer = figure.subplots(1, 2)
-        draw_loss_against_bytes(by_bytes, self)
         draw_error_by_layer(by_layer, self)
+        draw_loss_against_bytes(by_bytes, self)
         figure.suptitle(f"{self.checkpoint} on {self.device}", parse_math=False)
         figure.savefig(path, dpi=130)
 
@@ -431,6 +431,11 @@ def _choice(explanation: Explanation) -> tuple[str, str]:
     return ", ".join(implementations), "; ".join(reasons)
 
 
+def _signed(change: float) -> str:
+    """Four decimals with a sign; what rounds to zero is +0.0000, whichever side of it it is on."""
+    return f"{round(change, 4) + 0.0:+.4f}"
+
+
 def _mean_sqnr(layers: Sequence[LayerError]) -> float | None:
     """SQNR in dB of the layers' mean relative noise power."""
     if not layers:
@@ -449,7 +454,10 @@ def _jsonable(value: Any) -> Any:
 
 
 def draw_loss_against_bytes(axes: Any, comparison: Comparison) -> None:
-    """A point a recipe: its weights' size and what they cost in loss, where that is a number."""
+    """A point a recipe: its weights' size and what they cost in loss, where that is a number.
+
+    Labels are placed for the panel's size, which the rest of the figure decides: it is drawn last.
+    """
     axes.set(xlabel="weights, MB", ylabel=f"loss change, 0.001 {comparison.unit}", title="Loss against bytes")
     named = [
         (row.recipe, style, (row.weight_bytes / 1e6, 1e3 * row.loss_change))
@@ -460,11 +468,15 @@ def draw_loss_against_bytes(axes: Any, comparison: Comparison) -> None:
         return
     points = np.array([point for _, _, point in named])
     low, extent = points.min(axis=0), np.maximum(np.ptp(points, axis=0), 1e-3)
-    axes.set_xlim(low[0] - 0.1 * extent[0], low[0] + 1.25 * extent[0])  # room for labels on the right
     axes.set_ylim(low[1] - 0.15 * extent[1], low[1] + 1.15 * extent[1])
+    axes.figure.draw_without_rendering()
+    panel = axes.get_window_extent().transformed(axes.figure.dpi_scale_trans.inverted())
+    widths = [_LETTER_WIDTH * len(name) / (72 * panel.width) for name, _, _ in named]
+    room = min(2 * _LABEL_GAP + max(widths), 0.6)  # for labels on the right
+    axes.set_xlim(low[0] - 0.1 * extent[0], low[0] + 1.1 * extent[0] / (1 - room))
     axes.axhline(0, color="0.8", lw=1, zorder=0)
     in_panel = axes.transAxes.inverted().transform(axes.transData.transform(points))
-    labels = _label_places(in_panel, [len(name) for name, _, _ in named])
+    labels = _label_places(in_panel, widths, _LABEL_HEIGHT / (72 * panel.height))
     for (name, style, point), label in zip(named, labels, strict=True):
         axes.plot(*point, ls="", ms=7, **style)
         axes.annotate(
@@ -485,26 +497,28 @@ def _styles() -> Iterator[dict[str, str]]:
     return ({"color": f"C{i % 10}", "marker": "osD^v<>"[i % 7]} for i in itertools.count())
 
 
-# In parts of a panel: the height of a line of labels, the width of a letter, and how far labels are from their points.
-_LABEL_HEIGHT, _LETTER_WIDTH, _LABEL_GAP = 0.055, 0.013, 0.03
+_LABEL_HEIGHT, _LETTER_WIDTH = 14.0, 5.6
+"""Of a line of labels and of a letter, in points."""
+_LABEL_GAP = 0.03
+"""From points to their labels, in parts of a panel."""
 
 
-def _label_places(points: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
-    """Where the labels of points start (n, 2), right of them, in parts of the panel.
+def _label_places(points: np.ndarray, widths: Sequence[float], height: float) -> np.ndarray:
+    """Where the labels of points start (n, 2), right of them; all in parts of the panel.
 
     No label covers another: points that are near each other, or that a label reaches, share a column whose labels are a
     line apart.
     """
     places = np.empty_like(points)
-    for column in _columns(points[:, 0], lengths):
-        places[column, 1] = _apart(points[column, 1], _LABEL_HEIGHT)
+    for column in _columns(points[:, 0], widths):
+        places[column, 1] = _apart(points[column, 1], height)
         for i in column:
             near = [x for x in points[column, 0] if abs(x - points[i, 0]) < _LABEL_GAP]
             places[i, 0] = max(near) + _LABEL_GAP
     return places
 
 
-def _columns(xs: np.ndarray, lengths: Sequence[int]) -> list[list[int]]:
+def _columns(xs: np.ndarray, widths: Sequence[float]) -> list[list[int]]:
     """Indices of points in groups that no label leaves to the right."""
     columns: list[list[int]] = []
     reach = -math.inf
@@ -512,7 +526,7 @@ def _columns(xs: np.ndarray, lengths: Sequence[int]) -> list[list[int]]:
         if xs[i] > reach:
             columns.append([])
         columns[-1].append(i)
-        reach = max(reach, xs[i] + 2 * _LABEL_GAP + _LETTER_WIDTH * lengths[i])
+        reach = max(reach, xs[i] + 2 * _LABEL_GAP + widths[i])
     return columns
 
 

@@ -87,6 +87,8 @@ class Settings:
             raise ValueError(f"config tuning={self.tuning!r} must be the path of a file or None")
         if not isinstance(self.shards, Shards):
             raise ValueError(f"config shards={self.shards!r} must be a Shards")
+        if self.recorder is not None and not callable(getattr(self.recorder, "add", None)):
+            raise ValueError(f"config recorder={self.recorder!r} must be a Recorder, as jmoe.explain makes it, or None")
         if self.implementation is not None and not isinstance(self.implementation, str):
             raise ValueError(f"config implementation={self.implementation!r} must be a name or None")
 

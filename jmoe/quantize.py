@@ -72,7 +72,10 @@ def quantize(
     """
     how = recipe(how) if isinstance(how, str) else how
     if isinstance(how, Recipe) and how.weight is None:
-        raise ValueError(f"recipe {how.name!r} leaves the weight as it is; there is nothing to quantize")
+        raise ValueError(
+            f"recipe {how.name!r} leaves the weight as it is; there is nothing to quantize, and operations "
+            "take the array itself"
+        )
     scheme = how.weight if isinstance(how, Recipe) else how
     if not isinstance(scheme, Scheme):
         raise TypeError(f"how={how!r} must be a Recipe, a Scheme or a recipe's name")
@@ -97,7 +100,10 @@ def quantize(
     check_type("shared", shared, Sequence, "a sequence of axes")
     if not all(type(axis) is int and -x.ndim <= axis < x.ndim and axis % x.ndim < x.ndim - 2 for axis in shared):
         raise ValueError(f"shared={shared!r} must name leading axes of x, which has shape {x.shape}")
-    quantized = _quantize(x, scale, scheme, tuple(sorted({axis % x.ndim for axis in shared})), config.shards)
+    axes = tuple(sorted({axis % x.ndim for axis in shared}))
+    if len(axes) != len(shared):
+        raise ValueError(f"shared={shared!r} names an axis of x, which has shape {x.shape}, twice")
+    quantized = _quantize(x, scale, scheme, axes, config.shards)
     return quantized.with_input_scheme(how.input) if isinstance(how, Recipe) else quantized
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import jmoe
 from jmoe import QTensor, Recipe, Scheme, checkpoint
 from jmoe.backends.spec import DeviceSpec, OpSpec
+from jmoe.models import evaluate
 
 TINY = Path(__file__).parent / "data" / "tiny-moe" / "bf16"
 W = jnp.ones((4, 8))
@@ -30,6 +31,12 @@ CALLS = [
     (lambda: jmoe.quantize(W, STATIC, scale={}), TypeError, "scale must be a number or an array of them"),
     (lambda: jmoe.quantize(W, "nvfp4", shared=0), TypeError, "shared=0 must be a sequence of axes"),
     (lambda: jmoe.quantize(W, "nvfp4", shared=("E",)), ValueError, r"shared=\('E',\) must name leading axes of x"),
+    (lambda: jmoe.quantize(W, "bf16"), ValueError, "leaves the weight as it is; .* operations take the array itself"),
+    (
+        lambda: jmoe.quantize(jnp.ones((3, 2, 4, 8)), "nvfp4", shared=(-3, 1)),
+        ValueError,
+        r"shared=\(-3, 1\) names an axis of x, which has shape \(3, 2, 4, 8\), twice",
+    ),
     (lambda: jmoe.requantize(W, "int8"), TypeError, "q is an ArrayImpl, but it must be a QTensor; quantize makes one"),
     (lambda: jmoe.refine_blocks(W, (1, 1)), TypeError, "q is an ArrayImpl, but it must be a QTensor"),
     (lambda: jmoe.refine_blocks(Q, 64), ValueError, r"block=64 must be two ints \(rows, cols\)"),
@@ -65,6 +72,14 @@ CALLS = [
     (lambda: OP.replace(accumulation="slow"), ValueError, "accumulation='slow' must be 'exact', 'fast' or None"),
     (lambda: DeviceSpec.named(None), TypeError, "name=None must be the name of a device, such as 'h100'"),
     (lambda: DeviceSpec.of("h100"), TypeError, "device='h100' must be a JAX device"),
+    (lambda: DeviceSpec(name="a", platform="gpu"), ValueError, "platform='gpu' must be one of cpu, cuda, rocm, tpu"),
+    (
+        lambda: DeviceSpec(name="a", platform="cuda", sm_count=-1),
+        ValueError,
+        "sm_count=-1 must be an int of at least 1",
+    ),
+    (lambda: DeviceSpec(name="a", platform="cpu", memory=8e9), ValueError, "memory=8000000000.0 must be an int of at"),
+    (lambda: DeviceSpec(name="a", platform="cpu", bandwidth=-1), ValueError, "bandwidth=-1 must be bytes a second"),
     (lambda: jmoe.prepare(None, op="linear"), TypeError, "w is None, but a weight is a QTensor or an array"),
     (
         lambda: jmoe.prepare(W, op="gemm"),
@@ -72,6 +87,9 @@ CALLS = [
         "op='gemm' must be 'linear', 'moe', 'batched_experts' or an OpSpec",
     ),
     (lambda: jmoe.explain(3), TypeError, "fn is an int, but it is a function"),
+    (lambda: jmoe.explain(jnp.sin, "h100"), TypeError, r"args\[0\] is 'h100', which is no array; bind it first"),
+    (lambda: jmoe.explain(jnp.sin, x=[W, None, Recipe]), TypeError, r"kwargs\['x'\]\[2\] is .*, which is no array"),
+    (lambda: evaluate(3, [1, 2]), TypeError, "model=3 must be a Decoder, as jmoe.checkpoint.load_model gives it"),
     (lambda: checkpoint.open(None), TypeError, "path=None must be the path of a folder or file"),
     (lambda: checkpoint.load_model(3), TypeError, "path=3 must be the path of a folder or file"),
     (lambda: checkpoint.load_model(TINY, dtype=None), TypeError, "dtype=None must be bfloat16, float16 or float32"),

@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from jmoe import RECIPES, cli
+from jmoe import RECIPES, __version__, cli
 from jmoe.checkpoint.safetensors import open_safetensors
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -461,6 +461,11 @@ def test_bad_values_of_explain(arguments, message):
 
 def test_relu2_is_served_ungated():
     assert "takes" in succeeds("explain", "--activation", "relu2", "--no-gated")
+    assert re.search(r"with --no-gated\s+also relu2", succeeds("explain", "--help"))
+
+
+def test_version():
+    assert succeeds("--version") == f"jmoe {__version__}\n"
 
 
 @pytest.mark.parametrize("device", [None, "h100"])

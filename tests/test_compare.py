@@ -332,14 +332,16 @@ def test_the_table_keeps_every_column_in_80():
 def test_labels_of_the_chart_cover_neither_each_other_nor_the_panels_edge():
     figure = Figure(figsize=(14, 5.5), layout="constrained")
     by_bytes, by_layer = figure.subplots(1, 2)
-    draw_loss_against_bytes(by_bytes, comparison(CROWD))
-    draw_error_by_layer(by_layer, comparison(CROWD))
+    layers = tuple(LayerError(path=f"layers.{i}.self_attn.q_proj", sqnr_db=20.0) for i in range(3))
+    rows = tuple(dataclasses.replace(row, layers=layers) for row in CROWD)  # long names leave little height
+    draw_error_by_layer(by_layer, comparison(rows))
+    draw_loss_against_bytes(by_bytes, comparison(rows))
     figure.draw_without_rendering()
     assert sorted(text.get_text() for text in by_bytes.texts) == sorted(row.recipe for row in CROWD)
     panel = by_bytes.get_window_extent()
     boxes = {text.get_text(): text.get_bbox_patch().get_window_extent() for text in by_bytes.texts}
     for box in boxes.values():
-        assert panel.y0 <= box.y0 and box.y1 <= panel.y1 and panel.x0 <= box.x0
+        assert panel.y0 <= box.y0 and box.y1 <= panel.y1 and panel.x0 <= box.x0 and box.x1 <= panel.x1
     for (a, box_a), (b, box_b) in itertools.combinations(boxes.items(), 2):
         assert not box_a.overlaps(box_b), f"{a} covers {b}"
 
@@ -361,6 +363,13 @@ def test_many_layers_are_not_all_named():
     axes = Figure().subplots()
     draw_error_by_layer(axes, comparison([dataclasses.replace(CROWD[1], layers=layers)]))
     assert [label.get_text() for label in axes.get_xticklabels()] == [f"layers.{i}.mlp" for i in range(0, 100, 3)]
+
+
+def test_a_change_that_rounds_to_zero_has_no_side():
+    console = Console(file=io.StringIO(), width=120)
+    console.print(comparison(rows_of(("bf16", 1.0, 0.0), ("int8", 0.5, -0.04), ("int4", 0.3, -0.06))).table())
+    table = console.file.getvalue()
+    assert "-0.0000" not in table and table.count("+0.0000") == 2 and table.count("-0.0001") == 1
 
 
 def test_one_row_is_no_chart(tmp_path):

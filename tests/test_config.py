@@ -8,6 +8,12 @@ import jax.numpy as jnp
 import pytest
 
 from jmoe.config import Config, Settings, config, from_environment
+from jmoe.ops.explain import Recorder
+
+
+def test_a_recorder_is_what_explain_makes():
+    with pytest.raises(ValueError, match=r"config recorder=3 must be a Recorder, as .* makes it"):
+        Settings(recorder=3)
 
 
 def test_the_defaults_change_nothing():
@@ -79,7 +85,7 @@ def test_a_fresh_recorder_traces_anew():
         traced.append(config.recorder)
         return x
 
-    first, second = object(), object()
+    first, second = Recorder(), Recorder()
     for recorder in (first, first, second):
         with config(recorder=recorder):
             f(jnp.zeros(2))

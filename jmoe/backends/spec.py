@@ -5,6 +5,7 @@ All three are frozen, hashable values; a Selection is a static argument of every
 
 import dataclasses
 import functools
+import math
 import os
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
@@ -123,13 +124,16 @@ class OpSpec:
         return f"{self.op} {self.recipe.name} {shapes} {self.dtype}"
 
 
+_PLATFORMS = ("cpu", "cuda", "rocm", "tpu", "other")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceSpec:
     """The facts about a device that choices depend on.
 
     Attributes:
       name: what people call it.
-      platform: "cpu", "cuda", "rocm" or "tpu".
+      platform: "cpu", "cuda", "rocm", "tpu" or "other".
       compute_capability: CUDA's, times ten (90 for Hopper); 0 elsewhere.
       sm_count: streaming multiprocessors (cores on a CPU).
       memory: bytes.
@@ -142,6 +146,17 @@ class DeviceSpec:
     sm_count: int = 1
     memory: int = 0
     bandwidth: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_type("name", self.name, str, "what people call the device")
+        if self.platform not in _PLATFORMS:
+            raise ValueError(f"platform={self.platform!r} must be one of {', '.join(_PLATFORMS)}")
+        for name, least in (("compute_capability", 0), ("sm_count", 1), ("memory", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}={value!r} must be an int of at least {least}")
+        if not isinstance(self.bandwidth, int | float) or not 0 <= self.bandwidth < math.inf:
+            raise ValueError(f"bandwidth={self.bandwidth!r} must be bytes a second, finite, 0 where they are unknown")
 
     @property
     def has_fp8(self) -> bool:
@@ -188,6 +203,7 @@ class DeviceSpec:
 def _facts(device: jax.Device) -> DeviceSpec:
     """Cached, since every call of an operation asks, and a GPU answers ``memory_stats`` slowly."""
     platform = {"gpu": "cuda"}.get(device.platform, device.platform)
+    platform = platform if platform in _PLATFORMS else "other"
     if platform == "cpu":
         return DeviceSpec.named("cpu")
     if platform == "cuda" and "rocm" in getattr(device.client, "platform_version", "").lower():

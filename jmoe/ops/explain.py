@@ -87,12 +87,16 @@ def explain(
       An Explanation; print it.
 
     Raises:
-      TypeError: ``fn`` is no function.
+      TypeError: ``fn`` is no function, or an argument holds what is no array.
       Whatever the operations raise, such as NotImplementedError where an implementation asked for cannot serve.
     """
     if not callable(fn):
         raise TypeError(f"fn is {type_of(fn)}, but it is a function")
     recorder, spec = Recorder(), as_device(device)
+    for path, leaf in jax.tree.leaves_with_path((args, kwargs)):
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, bool | int | float | complex):
+            name = ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:])
+            raise TypeError(f"{name} is {leaf!r}, which is no array; bind it first (functools.partial)")
     with config(recorder=recorder, device=spec):
         jax.eval_shape(fn, *args, **kwargs)
     return Explanation(spec, tuple(recorder.entries))
