@@ -20,13 +20,14 @@ PY312 := jax012 jax0112
 
 # A comma in a call would part its arguments.
 AOT := '.[test,aot]'
+READBACK := '.[test,readback]'
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-py312 $(PY312:%=test-py312-%) test-aot lint format clean distclean
+.PHONY: help demo test test-py312 $(PY312:%=test-py312-%) test-aot test-readback lint format clean distclean
 
 help: ## show this help
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
 	@echo
 	@echo 'CUDA=12 or CUDA=13   make demo computes on an NVIDIA GPU'
 	@echo 'PYTHON=/path/python  the interpreter new environments are made with (>= 3.11; default: the first found)'
@@ -51,6 +52,9 @@ $(PY312:%=test-py312-%): test-py312-%: .venv-py312-%/.installed
 test-aot: .venv-aot/.installed ## compile the kernels for GPUs that are not here
 	.venv-aot/bin/$(PYTEST) -m aot
 
+test-readback: .venv-readback/.installed ## read written checkpoints with compressed-tensors and transformers
+	.venv-readback/bin/$(PYTEST) tests/readback
+
 lint: $(VENV)/.installed-test ## ruff, mypy and import-linter
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -66,7 +70,7 @@ clean: ## remove caches, builds and the demo's results
 	find . -path './.venv*' -prune -o -type d \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +
 
 distclean: clean ## remove the environments too
-	rm -rf $(VENV) .venv-aot $(PY312:%=.venv-py312-%)
+	rm -rf $(VENV) .venv-aot .venv-readback $(PY312:%=.venv-py312-%)
 
 # $(call make_venv,DIRECTORY,LEAST VERSION): a half-made environment would pass for a whole one, so it is removed.
 define make_venv
@@ -96,6 +100,12 @@ $(VENV)/.installed-%: pyproject.toml $(VENV)/pyvenv.cfg
 
 .venv-aot/.installed: pyproject.toml .venv-aot/pyvenv.cfg
 	$(call install,.venv-aot,$(AOT))
+
+.venv-readback/pyvenv.cfg:
+	$(call make_venv,.venv-readback,3.11)
+
+.venv-readback/.installed: pyproject.toml .venv-readback/pyvenv.cfg
+	$(call install,.venv-readback,$(READBACK))
 
 $(PY312:%=.venv-py312-%/pyvenv.cfg): .venv-py312-%/pyvenv.cfg:
 	$(call make_venv,.venv-py312-$*,3.12)

@@ -54,7 +54,7 @@ def test_every_module_of_jmoe_has_a_row_in_the_map():
 def test_commands_exist():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"`make ([\w-]+)`", TEXT))
-    assert {"test", "test-py312", "test-aot", "format"} <= targets
+    assert {"test", "test-py312", "test-aot", "test-readback", "format"} <= targets
     assert all(re.search(rf"^{target}:.*##", makefile, re.MULTILINE) for target in targets)
     markers = set(re.findall(r"`pytest -m (\w+)`", TEXT))
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
