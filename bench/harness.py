@@ -1,13 +1,17 @@
 """What benchmarks share: the loop over layers, recipes and row counts, and the three programs that a row is made of."""
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+import jmoe
 from bench import clocks, report, timing
+from jmoe.scheme import as_recipe
 
 Ceilings = dict[str, float]
 
@@ -56,7 +60,19 @@ def run(
 def peak_tflops(recipe: str, ceilings: Ceilings) -> float:
     """The ceiling of the matrix unit that a recipe (or a variant of it) could use."""
     recipe = recipe.split("+")[0]
-    return ceilings["fp8_tflops" if recipe in ("fp8_tensor", "fp8_channel", "fp8_block") else "bf16_tflops"]
+    if recipe.endswith("bf16"):
+        return ceilings["bf16_tflops"]
+    x = as_recipe(recipe).input
+    return ceilings["fp8_tflops" if x is not None and x.format in ("e4m3", "int8") else "bf16_tflops"]
+
+
+@functools.cache
+def bytes_each(recipe: str) -> float:
+    """Bytes of a weight under a recipe, its share of the scales included."""
+    if recipe.endswith("bf16"):
+        return 2
+    w = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
+    return jax.eval_shape(lambda w: jmoe.quantize(w, as_recipe(recipe)), w).nbytes / w.size
 
 
 def measure(

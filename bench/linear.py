@@ -19,6 +19,7 @@ LAYERS = {
     "8192x8192": (8192, 8192),
     "llama3-8b-gate-up": (28672, 4096),
     "gpt-oss-qkv": (5120, 2880),
+    "16384x8192": (16384, 8192),
 }
 """Name to (N, K)."""
 
@@ -32,6 +33,12 @@ RECIPES = (
     "fp8_block",
     "fp8_block+batch_invariant",
     "fp8_w8a16",
+    "int8",
+    "int4",
+    "int4_fp8",
+    "mxfp4",
+    "mxfp4_a8",
+    "nvfp4_w4a16",
 )
 WAYS = ("batch_invariant", "exact", "fast")
 TOKENS = (1, 16, 64, 512, 4096)
@@ -40,8 +47,8 @@ _CACHE = 1e8
 """Bytes that the layers' weights together exceed, if eight layers can."""
 
 
-def _bytes_a_layer(recipe: str, n: int, k: int) -> int:
-    return n * k * (2 if recipe.endswith("bf16") else 1)
+def _bytes_a_layer(recipe: str, n: int, k: int) -> float:
+    return n * k * harness.bytes_each(recipe)
 
 
 def _depth(recipe: str, n: int, k: int) -> int:
@@ -55,7 +62,7 @@ def _weights(recipe: str, n: int, k: int) -> Any:
     @jax.jit
     def make(key: Array) -> Any:
         w = jax.random.normal(key, (n, k), jnp.bfloat16)
-        return w if recipe.endswith("bf16") else jmoe.quantize(w, recipe)
+        return w if recipe.endswith("bf16") else jmoe.prepare(jmoe.quantize(w, recipe), op="linear")
 
     if recipe == "xla-bf16":
         return [make(key) for key in keys]
@@ -87,16 +94,19 @@ def rows(name: str, recipe: str, tokens: Sequence[int], ceilings: harness.Ceilin
         )
         for t in tokens
     }
-    yield from harness.measure(
-        call,
-        _weights(recipe, n, k),
-        inputs,
-        depth=depth,
-        calls=depth,
-        scan=stacked,
-        peak=harness.peak_tflops(recipe, ceilings),
-        ceilings=ceilings,
-    )
+    try:
+        yield from harness.measure(
+            call,
+            _weights(recipe, n, k),
+            inputs,
+            depth=depth,
+            calls=depth,
+            scan=stacked,
+            peak=harness.peak_tflops(recipe, ceilings),
+            ceilings=ceilings,
+        )
+    except NotImplementedError as refusal:
+        print(f"{name}/{recipe}: {refusal}", flush=True)
 
 
 def _torch_rows(n: int, k: int, tokens: Sequence[int], ceilings: harness.Ceilings) -> Iterator[harness.Measured]:

@@ -20,14 +20,11 @@ import jmoe
 from bench import harness, variants
 from bench.peers import PEERS, Dot, fused_moe, is_here
 from jmoe.qtensor import QTensor, scale_grid
+from jmoe.scheme import as_recipe
+from jmoe.tuning import MODELS
 
-LAYERS = {
-    "dsv3": (7168, 2048, 256, 8),
-    "dsv3-tp8": (7168, 256, 256, 8),
-    "qwen3-30b": (2048, 768, 128, 8),
-    "mixtral": (4096, 14336, 8, 2),
-}
-"""Name to (H, I, E, k)."""
+LAYERS = {name: (m.hidden, m.intermediate, m.experts, m.top_k) for name, m in MODELS.items()}
+"""Name to (H, I, E, k); activations are silu, and there are no biases."""
 
 RECIPES = (
     "fp8_block",
@@ -39,6 +36,12 @@ RECIPES = (
     "fp8_tensor",
     "fp8_w8a16",
     "bf16",
+    "int8",
+    "int4",
+    "int4_fp8",
+    "mxfp4",
+    "mxfp4_a8",
+    "nvfp4_w4a16",
     *PEERS,
 )
 WAYS = ("zipf", "batch_invariant", "exact", "fast")
@@ -48,13 +51,9 @@ DEPTH = 4
 _CALLS = 8
 
 
-def _bytes(name: str, recipe: str) -> int:
+def _bytes(name: str, recipe: str) -> float:
     hidden, intermediate, experts, _ = LAYERS[name]
-    return DEPTH * experts * 3 * hidden * intermediate * _bytes_each(recipe)
-
-
-def _bytes_each(recipe: str) -> int:
-    return 2 if recipe.endswith("bf16") else 1
+    return DEPTH * experts * 3 * hidden * intermediate * harness.bytes_each(recipe)
 
 
 def _memory() -> float:
@@ -67,7 +66,7 @@ def make_weights(name: str, recipe: str) -> tuple[Any, Any]:
     hidden, intermediate, experts, _ = LAYERS[name]
     keys = jax.random.split(jax.random.key(0), 2)
     shapes = (2, intermediate, hidden), (hidden, intermediate)
-    how = jmoe.recipe(recipe)
+    how = as_recipe(recipe)
 
     def weight(key: Array, shape: tuple[int, ...]) -> Any:
         keys = jax.random.split(key, DEPTH * experts)
@@ -75,13 +74,16 @@ def make_weights(name: str, recipe: str) -> tuple[Any, Any]:
         if how.weight is None:
             values = lax.map(lambda key: jax.random.normal(key, shape, jnp.bfloat16) * jnp.bfloat16(spread), keys)
             return values.reshape(*lead, *shape)
+        if how.weight.format != "e4m3" or how.weight.global_scale is not None:
+            made = lax.map(lambda key: jmoe.quantize(jax.random.normal(key, shape) * spread, how), keys)
+            return jax.tree.map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), made)
         codes = lax.map(functools.partial(_codes, shape=shape), keys).reshape(*lead, *shape)
         grid = (*lead, *shape[:-2], *scale_grid(shape[-2:], how.weight.block))
         scale = jax.random.uniform(key, grid, jnp.float32, 0.8, 1.2) * jnp.float32(spread / _CODE_SPREAD)
         return QTensor.make(codes, scale, scheme=how.weight, input_scheme=how.input)
 
     w13, w2 = (jax.jit(weight, static_argnums=1)(key, shape) for key, shape in zip(keys, shapes, strict=True))
-    return w13, w2
+    return jmoe.prepare(w13, op="moe"), jmoe.prepare(w2, op="moe")
 
 
 _CODE_SPREAD = 64.0
@@ -116,7 +118,10 @@ def rows(name: str, recipe: str, tokens: Sequence[int], ceilings: harness.Ceilin
     )
     inputs = {t: _inputs(name, variant, t) for t in tokens}
     if recipe not in PEERS:
-        yield from measure(functools.partial(_call, variant), make_weights(name, recipe), inputs, scan=True)
+        try:
+            yield from measure(functools.partial(_call, variant), make_weights(name, recipe), inputs, scan=True)
+        except NotImplementedError as refusal:
+            print(f"{name}/{recipe}: {refusal}", flush=True)
         return
     if not is_here(recipe):
         print(f"{name}/{recipe}: not installed", flush=True)
@@ -141,7 +146,7 @@ def _inputs(name: str, variant: variants.Variant, t: int) -> harness.Inputs:
         x=jax.random.normal(jax.random.key(t), (t, hidden), jnp.bfloat16),
         others=[jax.tree.map(jnp.asarray, each) for each in routings],
         flops=6 * t * top_k * hidden * intermediate,
-        moved=active * 3 * hidden * intermediate * _bytes_each(variant.recipe) + 4 * t * hidden,
+        moved=active * 3 * hidden * intermediate * harness.bytes_each(variant.recipe) + 4 * t * hidden,
     )
 
 

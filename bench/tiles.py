@@ -19,6 +19,7 @@ from bench import clocks, harness, linear, report, timing
 from jmoe.backends import triton
 from jmoe.backends.spec import DeviceSpec, LinearArgs, OpSpec, Selection
 from jmoe.qtensor import QTensor
+from jmoe.scheme import as_recipe
 from pallas_kernels.tuning.candidates import Problem, matmul_candidates
 from pallas_kernels.tuning.heuristics import MatmulTile
 
@@ -43,7 +44,7 @@ def rows(name: str, recipe: str, tokens: Sequence[int], ceilings: harness.Ceilin
 
 
 def _tiles(n: int, k: int, recipe: str, m: int, ceilings: harness.Ceilings) -> Iterator[harness.Measured]:
-    how = jmoe.recipe(recipe)
+    how = as_recipe(recipe)
     op = OpSpec(op="linear", recipe=how, tokens=m, hidden=k, features=n, quantized_input=how.input is not None)
     device = DeviceSpec.of(jax.devices()[0])
     chosen = jmoe.select(op, device, implementation="triton")

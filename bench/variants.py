@@ -41,6 +41,7 @@ def parse(name: str) -> Variant:
 
 
 def is_known(name: str, defaults: Sequence[str], ways: Sequence[str]) -> bool:
-    """Whether a benchmark has rows of that name: one of its recipes, in any of its ways."""
+    """Whether a benchmark has rows of that name: one of its recipes, with any options, in any of its ways."""
     recipe, *asked = name.split("+")
-    return recipe in {default.split("+")[0] for default in defaults} and set(asked) <= set(ways)
+    bases = {default.split("+")[0] for default in defaults}
+    return recipe.split(":")[0] in bases and set(asked) <= set(ways)

@@ -283,3 +283,27 @@ def test_charts_are_drawn_again_from_results(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["bench.report", str(path)])
     report.main()
     assert path.with_suffix(".png").stat().st_size > 0 and "qwen3-30b/fp8_block+zipf/8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "recipe, count, ceiling",
+    [
+        ("xla-bf16", 2, 800),
+        ("bf16", 2, 800),
+        ("fp8_block", 1 + 4 / 128**2, 1600),
+        ("fp8_w8a16", 1 + 4 / 128**2, 800),
+        ("int8+batch_invariant", 1 + 4 / 1024, 1600),
+        ("int4", 0.5 + 4 / 128, 800),
+        ("int4:group=64", 0.5 + 4 / 64, 800),
+        ("mxfp4_a8", 0.5 + 1 / 32, 1600),
+    ],
+)
+def test_bytes_of_a_weight_and_the_ceiling_of_its_products(recipe, count, ceiling):
+    assert harness.peak_tflops(recipe, CEILINGS) == ceiling
+    assert harness.bytes_each(recipe.split("+")[0]) == pytest.approx(count)
+
+
+@pytest.mark.parametrize("benchmark", [linear, moe])
+def test_a_recipe_without_kernels_here_has_no_rows(benchmark, small_layers, capsys):
+    assert list(benchmark.rows("small", "int4:group=8", [1], CEILINGS)) == []
+    assert "small/int4:group=8: implementation='triton' cannot serve" in capsys.readouterr().out
