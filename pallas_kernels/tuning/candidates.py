@@ -132,7 +132,8 @@ def _space(
     for block_m, block_n, block_k, group in itertools.product(heights, widths, steps, groups):
         for warps, stages, split, piece in itertools.product((4, 8, 16), (2, 3, 4, 5), parts, pieces):
             for swap in _orientations(block_m, problem):
-                tile = MatmulTile(
+                tile = replace(
+                    base,
                     block_m=block_m,
                     block_n=block_n,
                     block_k=block_k,

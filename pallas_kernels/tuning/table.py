@@ -211,7 +211,7 @@ def _tile(name: str, given: Any) -> MatmulTile:
     for key, value in given.items():
         kind = bool if key == "swap" else int
         _check(f"{name}.{key}", value, kind, least=1)
-        if kind is int and key not in ("num_stages", "group") and value & (value - 1):
+        if kind is int and key not in ("num_stages", "group", "run") and value & (value - 1):
             raise ValueError(f"{name}.{key} {value} must be a power of two")
     tile = MatmulTile(**given)
     if tile.num_warps > 32 or tile.num_stages > 16 or tile.pieces > tile.block_n:
