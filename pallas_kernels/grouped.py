@@ -13,6 +13,7 @@ operands, so that nothing beyond, NaN included, contributes.
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -27,6 +28,9 @@ from pallas_kernels.tuning.heuristics import MatmulTile
 
 WHOLE = -1
 """Extent of a scale's block that is the whole axis."""
+
+_STEPS_A_TURN = 2
+"""Steps of K in a turn of the loop over a run of tiles, if they divide evenly."""
 
 
 class Weights(NamedTuple):
@@ -105,7 +109,15 @@ class Product:
 
     def grid(self, rows: Rows, columns: int) -> tuple[int]:
         """Programs, for that many columns of each half."""
-        return (self.blocks(rows) * pl.cdiv(columns, self.tile.block_n),)
+        return (self.blocks(rows) * self.runs(columns),)
+
+    def tiles(self, columns: int) -> int:
+        """Tiles of that many columns."""
+        return pl.cdiv(columns, self.tile.block_n)
+
+    def runs(self, columns: int) -> int:
+        """Programs that share a block of rows."""
+        return pl.cdiv(self.tiles(columns), self.tile.run)
 
 
 def scale_cell(w_block: tuple[int, int], x_group: int) -> int | None:
@@ -115,7 +127,7 @@ def scale_cell(w_block: tuple[int, int], x_group: int) -> int | None:
 
 
 class At(NamedTuple):
-    """Where a program is: its layer, its block of rows, its tile of columns."""
+    """Where a program is: its layer, its block of rows, its tile of columns (the first of its run)."""
 
     layer: Array | int
     block: Array
@@ -124,10 +136,10 @@ class At(NamedTuple):
 
 def place(program: Array, w: Weights, rows: Rows, product: Product) -> At:
     """In a kernel: where the program is."""
-    tile, columns = product.tile, w.data.shape[3]
     layer = 0 if w.layer is None else body.existing(load(w.layer, (0,)), w.data.shape[0])
-    order = body.grouped_order(program, product.blocks(rows), pl.cdiv(columns, tile.block_n), tile.group)
-    return At(layer, *order)
+    runs = product.runs(w.data.shape[3])
+    block, run = body.grouped_order(program, product.blocks(rows), runs, product.tile.group)
+    return At(layer, block, run * product.tile.run)
 
 
 class Block(NamedTuple):
@@ -222,60 +234,107 @@ class _Steps:
         return first + (i - cell * self.a_cell) * self.step, jnp.minimum(first + self.cell, self.k)
 
 
-def sums(x: Input, w: Weights, block: Block, at: At, product: Product) -> list[Array]:
-    """In a kernel: the float32 sum over K of each half, (rows, columns) or, swapped, (columns, rows).
+Sums = list[Array]
+"""float32 sums over K of each piece of a tile's columns and each half: (rows, columns) or, swapped, (columns, rows)."""
 
-    One after the other for each piece of the tile's columns.
-    """
-    places, product = pieces(at, product)
+
+def for_tiles(x: Input, w: Weights, block: Block, at: At, product: Product, finish: Callable[[At, Sums], None]) -> None:
+    """In a kernel: ``finish(at, sums)`` of every tile that a program makes."""
+    tile, steps = product.tile, _Steps(w.data.shape[4], product.tile.block_k, product.cell)
+    if tile.run == 1:
+        finish(at, _sums(x, w, block, at, product, steps))
+        return
+    # One loop over the steps of all tiles, so that the pipeline of loads does not run dry between two.
+    masked = steps.whole < steps.count
+    a_turn = next(n for n in (_STEPS_A_TURN, 1) if steps.count % n == 0)
+    turns = steps.count // a_turn
+    tiles = product.tiles(w.data.shape[3])
+    count = tile.run if tiles % tile.run == 0 else jnp.minimum(tile.run, tiles - at.tile)
+    operand = functools.partial(_operand, x, block, product, steps, masked=masked)
+    kept = [operand(jnp.int32(i)) for i in range(a_turn)] if turns == 1 else None
+
+    def turn(i: Array, sums: Sums) -> Sums:
+        number = body.div(i, turns)
+        step = (i - number * turns) * a_turn
+        here = at._replace(tile=at.tile + number)
+        sums = _zeros(w, product) if turns == 1 else [jnp.where(step == 0, 0, total) for total in sums]
+        for part in range(a_turn):
+            left = operand(step + part) if kept is None else kept[part]
+            sums = _step(left, w, block, here, product, steps, step + part, sums, masked=masked)
+        if turns == 1:
+            finish(here, sums)
+            return []
+        pl.when(step == (turns - 1) * a_turn)(lambda: finish(here, sums))
+        return sums
+
+    lowering.loop(count * turns, turn, [] if turns == 1 else _zeros(w, product))
+
+
+def _zeros(w: Weights, product: Product) -> Sums:
     tile = product.tile
-    halves, _, k = w.data.shape[2:]
-    steps = _Steps(k, tile.block_k, product.cell)
-    step = functools.partial(_step, x, w, block, places, product, steps)
-    shape = (tile.block_n, tile.block_m) if tile.swap else (tile.block_m, tile.block_n)
-    zeros = [jnp.zeros(shape, jnp.float32)] * (halves * len(places))
-    ragged = steps.whole < steps.count
+    columns = tile.block_n // tile.pieces
+    shape = (columns, tile.block_m) if tile.swap else (tile.block_m, columns)
+    return [jnp.zeros(shape, jnp.float32)] * (w.data.shape[2] * tile.pieces)
+
+
+def _sums(x: Input, w: Weights, block: Block, at: At, product: Product, steps: _Steps) -> Sums:
+    """The sums of one tile."""
+
+    def step(i: Array, sums: Sums, *, masked: bool) -> Sums:
+        left = _operand(x, block, product, steps, i, masked=masked)
+        return _step(left, w, block, at, product, steps, i, sums, masked=masked)
+
     if steps.straddled:
-        return lowering.loop(steps.count, functools.partial(step, masked=True), zeros)
-    total = lowering.loop(steps.whole, functools.partial(step, masked=False), zeros)
-    return step(jnp.int32(steps.whole), total, masked=True) if ragged else total
+        return lowering.loop(steps.count, functools.partial(step, masked=True), _zeros(w, product))
+    sums = lowering.loop(steps.whole, functools.partial(step, masked=False), _zeros(w, product))
+    return step(jnp.int32(steps.whole), sums, masked=True) if steps.whole < steps.count else sums
+
+
+def _operand(
+    x: Input, block: Block, product: Product, steps: _Steps, i: Array, *, masked: bool
+) -> tuple[Array, Array | None]:
+    """Step ``i`` of a block's rows of x, and their scales if these change along K."""
+    first, limit = steps.span(i)
+    column = first + arange(product.tile.block_k)
+    valid = (column < limit)[None, :] if masked else None
+    a = load(x.data, (block.row[:, None], column[None, :]), mask=valid, other=0 if masked else None)
+    if product.x_group == WHOLE:
+        return a, None
+    return a, body.decode_scale(load(x.scale, (block.row, body.div(first, product.x_group))))
 
 
 def _step(
-    x: Input,
+    left: tuple[Array, Array | None],
     w: Weights,
     block: Block,
-    places: list[At],
+    at: At,
     product: Product,
     steps: _Steps,
     i: Array,
-    accumulators: list[Array],
+    sums: Sums,
     *,
     masked: bool,
-) -> list[Array]:
-    """The accumulators after step ``i`` of K."""
+) -> Sums:
+    """The sums after step ``i`` of K, of which ``left`` is what ``_operand`` gives."""
+    (a, s_x), s_w = left, None
+    places, product = pieces(at, product)
     tile = product.tile
     first, limit = steps.span(i)
     column = first + arange(tile.block_k)
     valid = (column < limit)[None, :] if masked else None
-    fill = 0 if masked else None
-    a = load(x.data, (block.row[:, None], column[None, :]), mask=valid, other=fill)
-    s_x = s_w = None
-    if product.x_group != WHOLE:
-        s_x = body.decode_scale(load(x.scale, (block.row, body.div(first, product.x_group))))
     result = []
-    for (at, half), acc in zip(itertools.product(places, range(w.data.shape[2])), accumulators, strict=True):
+    for (at, half), acc in zip(itertools.product(places, range(w.data.shape[2])), sums, strict=True):
         index, col = (at.layer, block.expert, half), _existing_columns(w, at, product)
-        codes = load(w.data, (*index, col[:, None], column[None, :]), mask=valid, other=fill)
+        codes = load(w.data, (*index, col[:, None], column[None, :]), mask=valid, other=0 if masked else None)
         b = _as_operand(codes, a.dtype)
-        left, right = (b, a) if tile.swap else (a, b)
+        pair = (b, a) if tile.swap else (a, b)
         if product.cell is None:
             promoted = product.exact and a.dtype == body.F8
-            result.append(acc + lowering.dot(left, right) if promoted else lowering.dot(left, right, acc))
+            result.append(acc + lowering.dot(*pair) if promoted else lowering.dot(*pair, acc))
             continue
         if product.w_block[1] != WHOLE:
             s_w = _weight_scale(w, index, at, body.div(first, product.w_block[1]), product)
-        result.append(body.add_scaled(acc, lowering.dot(left, right), _scales(s_x, s_w, tile)))
+        result.append(body.add_scaled(acc, lowering.dot(*pair), _scales(s_x, s_w, tile)))
     return result
 
 

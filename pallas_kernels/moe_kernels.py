@@ -21,14 +21,14 @@ from pallas_kernels import body, grouped, launch, lowering, quantize
 from pallas_kernels.activation import Activation, ActivationParams, activate
 from pallas_kernels.experts import InputScheme
 from pallas_kernels.grouped import At, Batched, Block, Input, Product, Rows, Weights
-from pallas_kernels.lowering import load, store
+from pallas_kernels.lowering import arange, load, store
 from pallas_kernels.tuning.heuristics import MatmulTile
 
 _F32_TINY = np.finfo(np.float32).tiny
 
 
 class _Hidden(NamedTuple):
-    """What the first product leaves: values or codes (S, I); scales (S, groups); each program's largest magnitude."""
+    """What the first product leaves: values or codes (S, I); scales (S, groups); each tile's largest magnitude."""
 
     data: Any
     scale: Any | None = None
@@ -87,12 +87,13 @@ def first_product(
     """
     tile, columns, scheme = product.tile, w.data.shape[3], epilogue.scheme
     operands = _Operands(params, given)
-    grid = product.grid(rows, columns)
-    out = _hidden_shapes(product, columns, grid[0], epilogue, per_expert=given is not None and given.size > 1)
+    out = _hidden_shapes(
+        product, columns, product.blocks(rows), epilogue, per_expert=given is not None and given.size > 1
+    )
     [hidden] = lowering.kernel_call(
         _first_kernel,
         name="moe_first",
-        grid=grid,
+        grid=product.grid(rows, columns),
         out_shape=[out],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -112,7 +113,7 @@ def first_product(
     return Input(codes, scale)
 
 
-def _hidden_shapes(product: Product, columns: int, programs: int, epilogue: Epilogue, *, per_expert: bool) -> _Hidden:
+def _hidden_shapes(product: Product, columns: int, blocks: int, epilogue: Epilogue, *, per_expert: bool) -> _Hidden:
     requantises = epilogue.requantises(product.tile)
     data = jax.ShapeDtypeStruct((product.slots, columns), body.F8 if requantises else epilogue.dtype)
     scale = amax = None
@@ -120,7 +121,7 @@ def _hidden_shapes(product: Product, columns: int, programs: int, epilogue: Epil
         groups = pl.cdiv(columns, epilogue.group) if epilogue.group else 1
         scale = jax.ShapeDtypeStruct((product.slots, groups), jnp.float32)
     if epilogue.scheme is not None and epilogue.scheme.scale == "tensor":
-        amax = jax.ShapeDtypeStruct((programs,), jnp.float32)
+        amax = jax.ShapeDtypeStruct((blocks * product.tiles(columns),), jnp.float32)
     return _Hidden(data, scale, amax)
 
 
@@ -163,13 +164,11 @@ def _first_kernel(
     product: Product,
     epilogue: Epilogue,
 ) -> None:
-    program = pl.program_id(0)
-    at = grouped.place(program, w, rows, product)
+    at = grouped.place(pl.program_id(0), w, rows, product)
     found = grouped.locate(rows, at.block, product)
+    tiles = product.tiles(w.data.shape[3])
 
-    @pl.when(found.used)
-    def _() -> None:
-        totals = grouped.sums(x, w, found, at, product)
+    def finish(at: At, totals: grouped.Sums) -> None:
         # Located again, so that no slots are held in registers over the loop.
         block = grouped.locate(rows, at.block, product)
         index, inside = _where(block, at, w, product)
@@ -182,13 +181,19 @@ def _first_kernel(
         _store_hidden(h, index, inside, operands.given, out, block, at, product, epilogue)
         if out.amax is not None:
             _, magnitude = body.finite(jnp.where(inside, h, 0))
-            store(out.amax, (program,), jnp.max(jnp.abs(magnitude)))
+            store(out.amax, (at.block * tiles + at.tile,), jnp.max(jnp.abs(magnitude)))
+
+    @pl.when(found.used)
+    def _() -> None:
+        grouped.for_tiles(x, w, found, at, product, finish)
 
     if out.amax is not None:
 
         @pl.when(~found.used)
         def _() -> None:
-            store(out.amax, (program,), jnp.float32(0))
+            tile = at.tile + arange(body.pow2_at_least(product.tile.run))
+            inside = tile < jnp.minimum(at.tile + product.tile.run, tiles)
+            store(out.amax, (at.block * tiles + tile,), jnp.zeros(tile.shape, jnp.float32), mask=inside)
 
 
 def _where(block: Block, at: At, w: Weights, product: Product) -> tuple[tuple[Array, Array], Array]:
@@ -270,9 +275,7 @@ def _second_kernel(
     at = grouped.place(pl.program_id(0), w, rows, product)
     found = grouped.locate(rows, at.block, product)
 
-    @pl.when(found.used)
-    def _() -> None:
-        totals = grouped.sums(h, w, found, at, product)
+    def finish(at: At, totals: grouped.Sums) -> None:
         # Located again, so that no slots are held in registers over the loop.
         block = grouped.locate(rows, at.block, product)
         places, narrow = grouped.pieces(at, product)
@@ -286,8 +289,15 @@ def _second_kernel(
             index, inside = _where(block, place, w, narrow)
             store(out_ref, index, y.astype(out_ref.dtype), mask=inside)
 
+    @pl.when(found.used)
+    def _() -> None:
+        grouped.for_tiles(h, w, found, at, product, finish)
+
     if isinstance(rows, Batched):
         # Rows that do not count are zero, whichever block they lie in.
-        index, inside = _where(found, at, w, product)
-        rest = (index[0] < product.slots) & (index[1] < w.data.shape[3]) & ~inside
-        store(out_ref, index, jnp.zeros(rest.shape, out_ref.dtype), mask=rest)
+        def clear(number: Array, carry: None) -> None:
+            index, inside = _where(found, at._replace(tile=at.tile + number), w, product)
+            rest = (index[0] < product.slots) & (index[1] < w.data.shape[3]) & ~inside
+            store(out_ref, index, jnp.zeros(rest.shape, out_ref.dtype), mask=rest)
+
+        lowering.loop(product.tile.run, clear, None)

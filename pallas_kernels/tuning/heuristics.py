@@ -20,6 +20,8 @@ class MatmulTile:
       swap: w on the tensor core's M side and x on its N side, which may be as short as 16.
       pieces: of ``block_n``, that go through the tensor core one after the other; sums that wait for their scales take
         the registers of one piece.
+      run: tiles of columns that a program of a layer of experts makes one after the other, while the next one's
+        operands are on their way; worth it where K is short.
     """
 
     block_m: int
@@ -31,6 +33,7 @@ class MatmulTile:
     split_k: int = 1
     swap: bool = False
     pieces: int = 1
+    run: int = 1
 
     def __str__(self) -> str:
         parts = [
@@ -40,6 +43,7 @@ class MatmulTile:
         ]
         parts += [f"K split in {self.split_k}"] if self.split_k > 1 else []
         parts += [f"{self.pieces} pieces"] if self.pieces > 1 else []
+        parts += [f"{self.run} a program"] if self.run > 1 else []
         return " ".join(parts + (["swapped"] if self.swap else []))
 
 

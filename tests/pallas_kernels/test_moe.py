@@ -18,9 +18,9 @@ from tests.pallas_kernels import moe_cases as cases
 from tests.pallas_kernels.moe_cases import Case, Layer, relative_error
 
 
-def tiles(block_n: int = 32, block_k: int = 32, *, swap: bool = True) -> MoETiles:
+def tiles(block_n: int = 32, block_k: int = 32, *, swap: bool = True, run: int = 1) -> MoETiles:
     """One small tile for both products."""
-    tile = MatmulTile(block_m=16, block_n=block_n, block_k=block_k, num_warps=4, num_stages=2, swap=swap)
+    tile = MatmulTile(block_m=16, block_n=block_n, block_k=block_k, num_warps=4, num_stages=2, swap=swap, run=run)
     return MoETiles(first=tile, second=tile)
 
 
@@ -30,7 +30,7 @@ def single(block_n: int = 4, block_k: int = 32, stages: int = 2) -> MoETiles:
     return MoETiles(first=tile, second=tile, single=True)
 
 
-SWAPPED, PLAIN, SINGLE = tiles(), tiles(swap=False), single()
+SWAPPED, PLAIN, SINGLE, RUN = tiles(), tiles(swap=False), single(), tiles(16, run=2)
 
 
 @functools.partial(jax.jit, static_argnames="spec")
@@ -65,7 +65,7 @@ ODD = {"tokens": 7, "hidden": 72, "intermediate": 40, "experts": 5, "top_k": 3}
 BLOCKS = {"tokens": 6, "hidden": 200, "intermediate": 160, "experts": 3, "top_k": 2}
 
 
-@pytest.mark.parametrize("how", [SWAPPED, PLAIN, SINGLE], ids=["swapped", "plain", "single"])
+@pytest.mark.parametrize("how", [SWAPPED, PLAIN, SINGLE, RUN], ids=["swapped", "plain", "single", "run"])
 def test_every_routing_over_extents_that_divide_nothing(how):
     check(Case(**ODD, bias=True), how)
 
@@ -80,6 +80,8 @@ def test_other_dtypes(dtype):
     [
         ("fp8_block", tiles(128, 128)),
         ("fp8_block", tiles(128, 64, swap=False)),
+        ("fp8_block", tiles(128, 128, run=3)),
+        ("fp8_tensor", tiles(64, 64, run=2)),
         ("fp8_block", single(8, 128)),
         ("fp8_block", single(4, 64)),
         ("fp8_block:block=64", single(2, 64, 3)),
