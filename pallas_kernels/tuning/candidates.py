@@ -12,10 +12,10 @@ from typing import Any
 from pallas_kernels.tuning.heuristics import MatmulTile, Operands, shared_memory
 from pallas_kernels.tuning.moe_heuristics import MoETiles
 
-_BYTES = {"fp8": (1, 1), "w8a16": (2, 1), "16bit": (2, 2), "32bit": (4, 4)}
+_BYTES = {"fp8": (1, 1), "int8": (1, 1), "w8a16": (2, 1), "16bit": (2, 2), "32bit": (4, 4)}
 """Bytes an element of x and of w."""
 
-_TFLOPS = {"fp8": 12.0, "w8a16": 6.0, "16bit": 6.0, "32bit": 0.4}
+_TFLOPS = {"fp8": 12.0, "int8": 12.0, "w8a16": 6.0, "16bit": 6.0, "32bit": 0.4}
 """Of a multiprocessor's matrix unit."""
 
 _PROMOTED = 0.55
@@ -27,6 +27,9 @@ _DRAM_GBS = 33.0
 
 _IN_FLIGHT = 40 * 1024
 """Bytes on their way to a multiprocessor at which memory is busy all the time."""
+
+_START = 128
+"""Columns of K that a program could do while it waits for its first loads."""
 
 _LAUNCH_US = 2.0
 """Of the second launch that a split sum needs."""
@@ -95,7 +98,8 @@ def estimated_us(tile: MatmulTile, problem: Problem) -> float:
     x_bytes, w_bytes = _BYTES[problem.operands]
     rows, columns, sms = tile.block_m, tile.block_n * problem.halves, problem.sm_count
     depth = problem.k / tile.split_k
-    programs = problem.groups * -(-problem.m // rows) * -(-problem.n // tile.block_n) * tile.split_k
+    across = -(-problem.n // (tile.block_n * tile.run))
+    programs = problem.groups * -(-problem.m // rows) * across * tile.split_k
     beside = _beside(tile, problem, programs)
     warps = beside * tile.num_warps
     busy = _PROMOTED * min(1.0, 0.6 + 0.025 * warps) if problem.promoted else min(1.0, 0.7 + 0.04 * warps)
@@ -103,7 +107,8 @@ def estimated_us(tile: MatmulTile, problem: Problem) -> float:
         busy *= min(1.0, 0.5 + rows * columns / (16 * tile.num_warps) / 256)
     computing = 2 * rows * columns * depth / (_TFLOPS[problem.operands] * busy) * 1e-6
     loading = (rows * x_bytes + columns * w_bytes) * depth / _L2_GBS * 1e-3
-    waves = -(-programs // (sms * beside)) * beside * max(computing, loading)
+    work = max(computing, loading) * (tile.run + _START / depth)
+    waves = -(-programs // (sms * beside)) * beside * work
     flying = shared_bytes(tile, problem) * (tile.num_stages - 1) / tile.num_stages * min(programs, sms * beside)
     weights = problem.groups * problem.n * problem.halves * problem.k * w_bytes
     reading = weights / (_DRAM_GBS * sms * min(1.0, flying / (_IN_FLIGHT * sms))) * 1e-3
@@ -121,6 +126,10 @@ def _beside(tile: MatmulTile, problem: Problem, programs: int) -> int:
     return max(1, min(memory, by_registers, 64 // tile.num_warps, -(-programs // problem.sm_count)))
 
 
+_SHORT = 8
+"""Steps of K up to which it may pay that a program makes several tiles."""
+
+
 def _space(
     base: MatmulTile, heights: Iterable[int], problem: Problem, *, splits: bool, groups: Iterable[int]
 ) -> Iterator[MatmulTile]:
@@ -129,8 +138,11 @@ def _space(
     steps = sorted({base.block_k, max(32, base.block_k // 2)}, reverse=True)
     parts = (1, 2, 4, 8, 16) if splits else (1,)
     pieces = (1, 2) if problem.promoted and problem.halves == 1 else (1,)
+    runs = {base.run}
+    if problem.groups > 1 and problem.halves == 1 and problem.k <= _SHORT * base.block_k:
+        runs |= {1, 4, 8}
     for block_m, block_n, block_k, group in itertools.product(heights, widths, steps, groups):
-        for warps, stages, split, piece in itertools.product((4, 8, 16), (2, 3, 4, 5), parts, pieces):
+        for warps, stages, split, piece, run in itertools.product((4, 8, 16), (2, 3, 4, 5), parts, pieces, runs):
             for swap in _orientations(block_m, problem):
                 tile = replace(
                     base,
@@ -143,6 +155,7 @@ def _space(
                     split_k=split,
                     swap=swap,
                     pieces=piece,
+                    run=run,
                 )
                 if is_legal(tile, problem):
                     yield tile
