@@ -103,6 +103,8 @@ def estimated_us(tile: MatmulTile, problem: Problem) -> float:
     beside = _beside(tile, problem, programs)
     warps = beside * tile.num_warps
     busy = _PROMOTED * min(1.0, 0.6 + 0.025 * warps) if problem.promoted else min(1.0, 0.7 + 0.04 * warps)
+    if problem.promoted:  # more often where steps are short
+        busy *= min(1.0, 0.5 + tile.block_k / 256)
     if rows >= 64:  # narrow dots of each group of four warps wait for shared memory
         busy *= min(1.0, 0.5 + rows * columns / (16 * tile.num_warps) / 256)
     computing = 2 * rows * columns * depth / (_TFLOPS[problem.operands] * busy) * 1e-6
