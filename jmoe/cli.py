@@ -9,12 +9,14 @@ import platform
 import re
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -26,7 +28,7 @@ from jmoe.backends.activation import as_activation
 from jmoe.backends.select import IMPLEMENTATIONS, as_device, default_accumulation, select
 from jmoe.backends.spec import DeviceSpec, OpSpec, Selection
 from jmoe.checkpoint.summary import ModuleSummary, Summary
-from jmoe.compare import DEFAULT_RECIPES, ReasonedTable, split_recipes
+from jmoe.compare import DEFAULT_RECIPES, ReasonedTable, read_tokens, split_recipes
 from jmoe.compare import compare as run_comparison
 from jmoe.ops.explain import describe
 from jmoe.ops.warmup import BUCKETS
@@ -64,9 +66,14 @@ def main() -> None:
 
 
 def _fail(message: str) -> int:
-    stderr = Console(stderr=True, markup=False, emoji=False, highlight=False)
-    stderr.print(f"jmoe: {message}", style="red", soft_wrap=True)
+    _say(message, "red")
     return 1
+
+
+def _say(message: str, style: str) -> None:
+    """A line on standard error."""
+    stderr = Console(stderr=True, markup=False, emoji=False, highlight=False)
+    stderr.print(f"jmoe: {message}", style=style, soft_wrap=True)
 
 
 def _print_version(asked: bool) -> None:
@@ -163,23 +170,42 @@ def quantize_command(
     input_scales: Annotated[
         Path | None, typer.Option(metavar="FILE", help="JSON, module to activation scale, where a recipe takes them.")
     ] = None,
+    calibrate: Annotated[
+        Path | None, typer.Option(metavar="TEXT", help="Measure them instead while the model reads this, as compare's.")
+    ] = None,
+    kv_cache: Annotated[bool, typer.Option("--kv-cache", help="Measure an FP8 KV cache's scales too.")] = False,
 ) -> None:
     """Writes a checkpoint with quantized linear layers and experts, as inference engines read it."""
     _devices()
-    written = checkpoint.quantize_checkpoint(
-        source,
-        target,
-        recipe,
-        ignore=ignore or (),
-        input_scales=None if input_scales is None else _input_scales(input_scales),
-        shard_size=_byte_count(shard_size),
-    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        written = checkpoint.quantize_checkpoint(
+            source,
+            target,
+            recipe,
+            ignore=ignore or (),
+            input_scales=None if input_scales is None else _input_scales(input_scales),
+            calibration=None if calibrate is None else _calibration(source, calibrate),
+            kv_cache=kv_cache,
+            shard_size=_byte_count(shard_size),
+        )
+    for warning in caught:
+        _say(f"warning: {warning.message}", "yellow")
     console.print(
         f"wrote {target}: quant_method {written.method}, recipe {written.recipe}, {len(written.quantized)} linear "
         f"layers quantized and {len(written.left)} left alone, {_size(written.source_nbytes)} became "
         f"{_size(written.nbytes)} in {written.files} {'file' if written.files == 1 else 'files'}",
         soft_wrap=True,
     )
+
+
+def _calibration(source: Path, text: Path) -> np.ndarray:
+    """The tokens of a text for the model of a checkpoint."""
+    with checkpoint.open(source) as opened:
+        vocabulary = opened.text_config.get("vocab_size")
+    if type(vocabulary) is not int:
+        raise ValueError(f"{source}: config.json has no vocab_size, which --calibrate needs")
+    return read_tokens(text, vocabulary)
 
 
 def _byte_count(text: str) -> int:
@@ -469,6 +495,9 @@ def tune_command(
     out: Annotated[Path, typer.Option(help="The file; what it has already is kept.")] = Path("tiles.json"),
     candidates: Annotated[int, typer.Option(min=1, help="Tiles to measure for each.")] = tuning.CANDIDATES,
     again: Annotated[bool, typer.Option("--again", help="Measure what the file has already.")] = False,
+    every: Annotated[
+        bool, typer.Option("--every", help="Show every candidate's time, not the fastest's only.")
+    ] = False,
     dry: Annotated[bool, typer.Option("--dry", help="Show what would be measured; takes no GPU.")] = False,
     device: Annotated[str | None, typer.Option(help="Of --dry: a known device such as h100.")] = None,
 ) -> None:
@@ -491,7 +520,7 @@ def tune_command(
             progress=lambda what, done, total: progress.update(task, description=what, completed=done, total=total),
         )
     if trials:
-        console.print(command.trial_table(trials))
+        console.print(command.tried_table(trials) if every else command.trial_table(trials))
     console.print(
         f"measured {len(trials)} of {len(ops)} operations, the others are in the file already; "
         f"JMOE_TUNING={out} or jmoe.config(tuning={str(out)!r}) takes these tiles",

@@ -169,6 +169,23 @@ def test_quantize_leaves_modules_alone_and_takes_scales_from_a_file(tmp_path):
         assert file.read(f"{projections[0]}.input_global_scale") == 2  # compressed-tensors divides by it
 
 
+def test_quantize_measures_scales_over_a_text_and_warns_of_experts_that_got_no_token(tmp_path):
+    text = tmp_path / "text"
+    text.write_bytes(b"a" * 256)
+    arguments = ("--calibrate", text, "--kv-cache", "--ignore", "re:.*layers\\.[12]")
+    run = jmoe("quantize", TINY, tmp_path / "out", "--recipe", "fp8_tensor_static", *arguments)
+    assert run.code == 0 and "quant_method fp8, recipe fp8_tensor_static, 28 linear layers quantized" in run.out
+    # One letter over and over reaches few of the experts of a layer.
+    assert re.match(r"jmoe: warning: layers\.0\.mlp: experts \d.* got no token in calibration; the scale of", run.err)
+    with open_safetensors(tmp_path / "out") as file:
+        assert sum(name.endswith(".input_scale") for name in file.tensors) == 28
+        assert sum(name.endswith(("self_attn.k_scale", "self_attn.v_scale")) for name in file.tensors) == 6
+    npy = tmp_path / "no.npy"
+    np.save(npy, np.zeros((2, 2), np.int32))
+    message = fails("quantize", TINY, tmp_path / "out2", "--recipe", "nvfp4", "--calibrate", npy)
+    assert message.startswith(f"{npy} holds int32 of shape (2, 2)")
+
+
 def test_quantize_refuses_bad_input_before_it_writes(tmp_path, shared):
     def refuses(*arguments, source=TINY, recipe="int8"):
         message = fails("quantize", source, tmp_path / "out", "--recipe", recipe, *arguments)

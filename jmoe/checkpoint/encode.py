@@ -63,9 +63,12 @@ class Form:
         assert self.recipe.weight is not None
         return self.recipe.weight
 
-    def config(self, ignored: Sequence[str]) -> dict[str, Any]:
-        """The ``quantization_config`` with these modules left alone."""
-        return {**self.settings, self.ignore_key: list(ignored)}
+    def config(self, ignored: Sequence[str], kv_cache: bool = False) -> dict[str, Any]:
+        """The ``quantization_config`` with these modules left alone, and a KV cache in e4m3 or none said of it."""
+        settings = {**self.settings, self.ignore_key: list(ignored)}
+        if kv_cache and self.method == "compressed-tensors":  # of "fp8", the scales alone tell
+            settings["kv_cache_scheme"] = _args(8, "float", "tensor", False, "minmax")
+        return settings
 
     def refusal(self, shape: tuple[int, int]) -> str | None:
         """Why a weight (N, K) cannot be written in this form; None where it can."""

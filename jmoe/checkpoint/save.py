@@ -18,6 +18,7 @@ import numpy as np
 
 from jmoe.arguments import check_type
 from jmoe.checkpoint import reader
+from jmoe.checkpoint.calibrate import Measured, measure
 from jmoe.checkpoint.encode import Form, form_of
 from jmoe.checkpoint.experts import expert_prefix
 from jmoe.checkpoint.methods import CheckpointError
@@ -76,7 +77,7 @@ class _Unit:
     """What is read and written at a time.
 
     Attributes:
-      names: tensors of the source, of one module each.
+      names: tensors of the source, of one module each; none of a scale that was measured.
       modules: the modules that are quantized together, in the order of ``names``; none where one tensor is copied.
       tensors: name to (dtype, shape) of what is written.
     """
@@ -97,6 +98,8 @@ def quantize_checkpoint(
     *,
     ignore: Sequence[str] = (),
     input_scales: Mapping[str, float] | None = None,
+    calibration: np.ndarray | None = None,
+    kv_cache: bool = False,
     shard_size: int = DEFAULT_SHARD_SIZE,
     progress: Progress | None = None,
 ) -> Written:
@@ -118,6 +121,9 @@ def quantize_checkpoint(
         ``re:`` and a regular expression that the beginning of the name matches.
       input_scales: module to given activation scale, for recipes that take one (``nvfp4``, ``fp8_tensor_static``); as
         ``jmoe.linear`` takes it.
+      calibration: token ids (n,) instead: the scales are measured while the model reads them, in windows of 256. The
+        model is one that ``load_model`` knows, and is held in memory whole.
+      kv_cache: write scales of a KV cache in e4m3 too, ``self_attn.k_scale`` and ``v_scale``, measured likewise.
       shard_size: bytes of tensors that a file holds at most, if no single layer has more.
       progress: called with bytes read and bytes in all; without it a bar is shown on standard error where that is a
         terminal and it takes a while.
@@ -130,7 +136,8 @@ def quantize_checkpoint(
         whose shape the format cannot hold or with an element that is not finite, or as ``open`` raises.
       ValueError: a recipe that is unknown, or that no checkpoint format can say; a pattern that no module matches or
         that tears projections apart which engines fuse; an activation scale that is missing, unknown or no positive
-        number; a ``dst`` that exists and is not empty; TypeError: an argument of another kind.
+        number; a calibration that is of no use, too short or of ids that the model has not; a ``dst`` that exists and
+        is not empty; TypeError: an argument of another kind.
       OSError: files cannot be written.
     """
     check_type("dst", dst, (str, os.PathLike), "the path of a folder")
@@ -139,6 +146,7 @@ def quantize_checkpoint(
     if type(shard_size) is not int or shard_size <= 0:
         raise ValueError(f"shard_size={shard_size!r} must be a positive number of bytes")
     form = form_of(as_recipe(recipe))
+    _check_calibration(form, input_scales, calibration, kv_cache)
     target = Path(os.path.realpath(dst))
     _check_target(Path(dst), target)
     with reader.open(src) as checkpoint:
@@ -150,8 +158,15 @@ def quantize_checkpoint(
                 "checkpoint"
             )
         chosen, left, ignored = _choose_modules(checkpoint, ignore)
-        scales = _check_input_scales(form, chosen, input_scales)
         units = _plan(checkpoint, form, chosen)
+        measured = Measured({}, {})
+        if calibration is not None:
+            scheme = None if form.input_scale is None else form.recipe.input
+            measured = measure(checkpoint, scheme, calibration, kv_cache=kv_cache)
+            if scheme is not None:
+                input_scales = {module: measured.inputs[module] for module in chosen if module in measured.inputs}
+        scales = _check_input_scales(form, chosen, input_scales)
+        units += _cache_units(checkpoint, form, measured)
         shards = _shards(units, shard_size)
         source_nbytes = sum(info.nbytes for info in checkpoint.tensors.values())
         with _appearing(target) as folder, advancing(checkpoint.path.resolve().name, source_nbytes, progress) as tell:
@@ -163,7 +178,7 @@ def quantize_checkpoint(
                 announced = {name: entry for unit in shard for name, entry in unit.tensors.items()}
                 with SafetensorsWriter(folder / file, announced, {"format": "pt"}) as writer:
                     for unit in shard:
-                        _write_unit(writer, checkpoint, form, unit, scales)
+                        _write_unit(writer, checkpoint, form, unit, scales, measured)
                         tell(sum(checkpoint.tensors[name].nbytes for name in unit.names))
                     writer.finish()
                 placed.update(dict.fromkeys(announced, file))
@@ -173,7 +188,9 @@ def quantize_checkpoint(
                 _write_json(folder / "model.safetensors.index.json", index)
             _copy_other_files(checkpoint.path, folder)
             # Last: what has no configuration is no checkpoint.
-            _write_json(folder / CONFIG_FILE, {**checkpoint.config, "quantization_config": form.config(ignored)})
+            _write_json(
+                folder / CONFIG_FILE, {**checkpoint.config, "quantization_config": form.config(ignored, kv_cache)}
+            )
     return Written(
         Path(dst), form.method, form.recipe.name, tuple(chosen), tuple(left), len(shards), source_nbytes, nbytes
     )
@@ -302,6 +319,26 @@ def _check_input_scales(
     }
 
 
+def _check_calibration(
+    form: Form, input_scales: Mapping[str, float] | None, calibration: np.ndarray | None, kv_cache: bool
+) -> None:
+    if calibration is None:
+        if kv_cache:
+            raise ValueError("kv_cache=True takes calibration, token ids over which keys and values are measured")
+        return
+    if form.input_scale is None and not kv_cache:
+        raise ValueError(f"calibration is given, but recipe {form.recipe.name!r} takes no activation scale")
+    if input_scales is not None:
+        raise ValueError("input_scales and calibration are both given, but one of them says what the scales are")
+
+
+def _cache_units(checkpoint: Checkpoint, form: Form, measured: Measured) -> list[_Unit]:
+    """What is written of a KV cache's scales: with no source of its own."""
+    if measured.kv_cache and checkpoint.kv_scales:
+        raise CheckpointError(f"{checkpoint.path}: has {checkpoint.kv_scales[0]!r} already, a scale of its KV cache")
+    return [_Unit((), (), {name: ("F32", form.scalar)}) for name in measured.kv_cache]
+
+
 def _plan(checkpoint: Checkpoint, form: Form, chosen: Mapping[str, TensorInfo]) -> list[_Unit]:
     """Everything that is read and written, in the order of the files."""
     units: list[_Unit] = []
@@ -350,12 +387,20 @@ def _shards(units: Iterable[_Unit], size: int) -> list[list[_Unit]]:
 
 
 def _write_unit(
-    writer: SafetensorsWriter, checkpoint: Checkpoint, form: Form, unit: _Unit, scales: Mapping[str, np.float32]
+    writer: SafetensorsWriter,
+    checkpoint: Checkpoint,
+    form: Form,
+    unit: _Unit,
+    scales: Mapping[str, np.float32],
+    measured: Measured,
 ) -> None:
     if unit.modules:
         for module, q in zip(unit.modules, _quantize(checkpoint, form.recipe, unit.names), strict=True):
             for leaf, array in form.encode(q, scales.get(module)).items():
                 writer.write(f"{module}.{leaf}", array)
+    elif not unit.names:
+        [(name, (_, shape))] = unit.tensors.items()
+        writer.write(name, np.full(shape, measured.kv_cache[name], np.float32))
     else:
         [(name, (dtype, shape))] = unit.tensors.items()
         data = np.ascontiguousarray(checkpoint.read(name)).reshape(-1).view(np.uint8)
