@@ -63,6 +63,21 @@ def candidate_table(ops: Iterable[OpSpec], device: DeviceSpec, count: int) -> Ta
     return table
 
 
+def tried_table(trials: Iterable[Trial]) -> Table:
+    """Every candidate of each operation, the fastest first, with the microseconds of its kernels."""
+    table = Table(title="microseconds of every candidate")
+    for heading in ("operation", "tiles"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("sum", "kernels"):
+        table.add_column(heading, justify="right")
+    for trial in trials:
+        sums = [float("inf") if kernels is None else sum(us for _, us in kernels) for _, kernels in trial.tried]
+        for total, (tiles, kernels) in sorted(zip(sums, trial.tried, strict=True), key=lambda found: found[0]):
+            each = "does not run" if kernels is None else ", ".join(f"{name} {us:.1f}" for name, us in kernels)
+            table.add_row(trial.op.describe(), describe_tiles(tiles), "" if kernels is None else f"{total:.1f}", each)
+    return table
+
+
 def trial_table(trials: Iterable[Trial]) -> Table:
     """Times and tiles of each operation."""
     table = Table(title="microseconds of the heuristic's tiles and of the fastest")

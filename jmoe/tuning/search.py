@@ -39,12 +39,12 @@ class Trial:
     Attributes:
       op: the operation.
       entry: the fastest tiles, as they went to the file.
-      times: microseconds of each of the tiles that were tried, None where they did not run.
+      tried: each of the tiles with its kernels' times, None where they did not run.
     """
 
     op: OpSpec
     entry: table.Entry
-    times: tuple[tuple[table.Tiles, float | None], ...]
+    tried: tuple[tuple[table.Tiles, Kernels | None], ...]
 
 
 def tune(
@@ -202,8 +202,7 @@ def _trial(work: Work, measure: Measure) -> Trial:
         date=datetime.date.today().isoformat(),
         jax=jax.__version__,
     )
-    times = tuple((t, None if k is None else _sum(k)) for t, k in zip(work.tiles, measured, strict=True))
-    return Trial(op=work.op, entry=entry, times=times)
+    return Trial(op=work.op, entry=entry, tried=tuple(zip(work.tiles, measured, strict=True)))
 
 
 def _sum(kernels: Kernels) -> float:

@@ -67,6 +67,12 @@ def test_what_was_measured_is_shown_and_goes_to_the_file(tmp_path, monkeypatch):
         assert "20.0" in result.output and "15.0" in result.output and "25%" in result.output
         assert f"JMOE_TUNING={out}" in result.output and out.exists()
         assert "measured 0 of 1 operations" in run(*arguments).output
+        lines = [
+            line
+            for line in run(*arguments, "--again", "--every").output.splitlines()
+            if "k 15.0" in line or "k 20.0" in line
+        ]
+        assert ["k 15.0" in line for line in lines] == [True, False]
 
 
 def test_tiles_in_a_line():

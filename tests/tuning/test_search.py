@@ -34,7 +34,8 @@ def test_the_fastest_tile_goes_to_the_file(tmp_path):
         [LINEAR], path, device="h200", measure=linear_clock([20, 15.126, None, 16]), progress=lambda *s: told.append(s)
     )
     tried = plan_of(LINEAR, "h200").tiles
-    assert trial.times == tuple(zip(tried, [20, 15.126, None, 16], strict=True))
+    kernels = [None if us is None else [("linear", us)] for us in (20, 15.126, None, 16)]
+    assert trial.tried == tuple(zip(tried, kernels, strict=True))
     [[entry]] = table.load(path).values()
     assert entry == trial.entry
     assert (entry.tiles, entry.tokens, entry.us, entry.heuristic_us) == (tried[1], 512, 15.13, 20)
@@ -176,7 +177,7 @@ def test_an_operation_is_timed_on_random_data(op, tmp_path, monkeypatch):
     monkeypatch.setattr(on_device, "FUNCTIONS", dict.fromkeys(kernels, through_xla))
     with jmoe.config(device="h200"):
         [trial] = tune([op], tmp_path / "t.json", count=1)
-    assert [us for _, us in trial.times] == [3.0]  # of two layers
+    assert [kernels for _, kernels in trial.tried] == [[("call", 3.0)]]  # of two layers
     assert len(outputs) == 2 and abs(outputs[0] - outputs[1]).max() > 0
     for y in outputs:
         assert y.shape[-1] == (op.features or op.hidden) and 0.01 < float(abs(y).mean()) < 10
