@@ -140,10 +140,8 @@ def _space(
     steps = sorted({base.block_k, max(32, base.block_k // 2)}, reverse=True)
     parts = (1, 2, 4, 8, 16) if splits else (1,)
     pieces = (1, 2) if problem.promoted and problem.halves == 1 else (1,)
-    runs = {base.run}
-    if problem.groups > 1 and problem.halves == 1 and problem.k <= _SHORT * base.block_k:
-        runs |= {1, 4, 8}
     for block_m, block_n, block_k, group in itertools.product(heights, widths, steps, groups):
+        runs = _runs(base, block_n, problem)
         for warps, stages, split, piece, run in itertools.product((4, 8, 16), (2, 3, 4, 5), parts, pieces, runs):
             for swap in _orientations(block_m, problem):
                 tile = replace(
@@ -161,6 +159,15 @@ def _space(
                 )
                 if is_legal(tile, problem):
                     yield tile
+
+
+def _runs(base: MatmulTile, block_n: int, problem: Problem) -> list[int]:
+    """Tiles that a program may make: those of the heuristic, and where K is short, numbers that divide all of a row."""
+    if problem.groups == 1 or problem.halves > 1 or problem.k > _SHORT * base.block_k:
+        return [base.run]
+    across = -(-problem.n // block_n)
+    even = {max(run for run in range(1, most + 1) if across % run == 0) for most in (1, 4, 8, 16)}
+    return sorted({base.run, *even})
 
 
 def _orientations(block_m: int, problem: Problem) -> tuple[bool, ...]:

@@ -129,3 +129,13 @@ def test_candidates_of_packed_weights_are_neighbours():
         [base], Problem(n=768, k=2048, halves=2, **facts), Problem(n=2048, k=768, **facts), 4, packed=True
     )
     assert pairs[0] == base and len(pairs) == 4
+
+
+def test_where_k_is_short_programs_make_several_tiles_that_divide_a_row():
+    base = moe_tiles(2048, 7168, 256, 256, 8, operands="fp8", first_cell=128, second_cell=128, group=128)
+    facts = {"m": 64, "operands": "fp8", "promoted": True, "groups": 256}
+    second = Problem(n=7168, k=256, **facts)
+    pairs = moe_candidates([base], Problem(n=256, k=7168, halves=2, columns=128, **facts), second, 8)
+    runs = {pair.second.run for pair in pairs}
+    assert len(runs) > 1 and all(56 % run == 0 or run == base.second.run for run in runs)
+    assert {pair.first.run for pair in pairs} == {base.first.run}  # its K is long
