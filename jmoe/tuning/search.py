@@ -169,13 +169,21 @@ def _problem(op: OpSpec, device: DeviceSpec, columns: int) -> candidates.Problem
         n=columns,
         k=op.hidden,
         operands=operands,
-        promoted=operands == "fp8" and op.accumulation == "exact",
+        promoted=_promoted(op),
         halves=2 if op.op != "linear" and op.gated else 1,
         groups=read,
         columns=fixed,
         capability=device.compute_capability,
         sm_count=device.sm_count,
     )
+
+
+def _promoted(op: OpSpec) -> bool:
+    """Whether sums leave the matrix unit along K: for scales that change there, or to be exact."""
+    weight, x = op.recipe.weight, op.recipe.input
+    if weight is None or x is None:
+        return False
+    return weight.block[1] != -1 or x.block[1] != -1 or (weight.format == "e4m3" and op.accumulation == "exact")
 
 
 def describe_tiles(tiles: table.Tiles) -> str:

@@ -47,7 +47,7 @@ class Problem:
     Attributes:
       m, n, k: rows, columns (of each half), and extent of the sum.
       operands: what the dots are made of.
-      promoted: sums of FP8 products are promoted to float32 along K.
+      promoted: sums of eight-bit products are promoted to float32 along K.
       halves: products of the same rows, 2 for gate and up.
       groups: experts that are read; ``m`` is the rows of each.
       columns: the only ``block_n``, where scales of the result fix it.
