@@ -13,6 +13,8 @@ from jax import Array, lax
 
 E8M0_NAN = 255
 """The e8m0 byte that means NaN (OCP MX); every other byte b is 2**(b - 127), byte 0 included."""
+INT32_PRODUCTS = (2**31 - 1) // 128**2
+"""So many products of int8 codes, whatever these are, have a sum that int32 holds: 131071."""
 
 
 def f32_bits(x: Array) -> Array:

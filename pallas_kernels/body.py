@@ -16,6 +16,9 @@ from pallas_kernels import bits, lowering
 
 F8 = jnp.float8_e4m3fn
 F8_MAX = 448.0
+CODES = (jnp.dtype(F8), jnp.dtype(jnp.int8))
+"""What quantised operands are held in."""
+INT8_MAX, INT8_FLOOR = 127.0, 1e-10
 
 
 def pow2_at_least(n: int) -> int:
@@ -147,6 +150,41 @@ def fp8_scale(amax: Array, *, floor: float, power_of_two: bool = False) -> tuple
     return scale, lowering.reciprocal(scale)
 
 
+def code_scale(
+    amax: Array, codes: jax.typing.DTypeLike, *, floor: float, power_of_two: bool = False
+) -> tuple[Array, Array]:
+    """Scale of blocks of e4m3 or int8 codes from ``magnitude``'s largest, and its reciprocal; both float32.
+
+    int8 has no NaN, so that a block which an infinite ``amax`` says is not finite has a NaN scale (and reciprocal 0).
+    """
+    if codes != jnp.int8:
+        return fp8_scale(amax, floor=floor, power_of_two=power_of_two)
+    bad = amax == np.float32(np.inf)
+    amax = jnp.where(bad, np.float32(0), amax)
+    if power_of_two:
+        exponent = bits.ceil_exponent(amax, INT8_MAX)
+        scale, inverse = bits.pow2(exponent), bits.pow2(-exponent)
+    else:
+        scale = jnp.maximum(amax, np.float32(INT8_FLOOR)) * (np.float32(1) / np.float32(INT8_MAX))
+        inverse = lowering.reciprocal(scale)
+    return jnp.where(bad, np.float32(np.nan), scale), inverse
+
+
+def magnitude(x: Array, good: Array, codes: jax.typing.DTypeLike) -> Array:
+    """What ``code_scale`` takes the largest of: |x|; where x is not finite, infinity for int8 and 0 for e4m3."""
+    return jnp.where(good, jnp.abs(x), np.float32(np.inf if codes == jnp.int8 else 0))
+
+
+def codes_of(scaled: Array, good: Array, codes: jax.typing.DTypeLike) -> Array:
+    """``fp8_codes``, or int8 codes: to nearest even, -127 to 127, any where not ``good``."""
+    if codes != jnp.int8:
+        return fp8_codes(scaled, good)
+    clipped = jnp.clip(scaled, np.float32(-INT8_MAX), np.float32(INT8_MAX))
+    # The sum is rounded to a whole number, whose two's complement ends its mantissa: Triton has no rounding of its own.
+    word = lax.bitcast_convert_type(clipped + np.float32(1.5 * 2**23), jnp.int32)
+    return word.astype(jnp.int8)
+
+
 def finite(x: Array) -> tuple[Array, Array]:
     """Where float32 ``x`` is finite, and ``x`` with 0 elsewhere."""
     good = jnp.abs(x) < np.float32(np.inf)
@@ -159,14 +197,17 @@ def fp8_codes(scaled: Array, good: Array) -> Array:
     return jnp.where(good, clipped, np.float32(np.nan)).astype(F8)
 
 
-def quantize_fp8(x: Array, axis: int, *, floor: float = 1e-10, power_of_two: bool = False) -> tuple[Array, Array]:
-    """e4m3 codes of a float32 tile, one scale for each line along ``axis``, and the scales (float32, without it).
+def quantize_tile(
+    x: Array, axis: int, *, codes: jax.typing.DTypeLike = F8, floor: float = 1e-10, power_of_two: bool = False
+) -> tuple[Array, Array]:
+    """e4m3 or int8 codes of a float32 tile, one scale for each line along ``axis``, and these (float32, without it).
 
-    A non-finite element gets the NaN code and does not count for its line's scale.
+    A non-finite element gets the NaN code and does not count for its line's scale; in int8 that scale is NaN.
     """
     good, x = finite(x)
-    scale, inverse = fp8_scale(jnp.max(jnp.abs(x), axis=axis), floor=floor, power_of_two=power_of_two)
-    return fp8_codes(x * jnp.expand_dims(inverse, axis), good), scale
+    amax = jnp.max(magnitude(x, good, codes), axis=axis)
+    scale, inverse = code_scale(amax, codes, floor=floor, power_of_two=power_of_two)
+    return codes_of(x * jnp.expand_dims(inverse, axis), good, codes), scale
 
 
 def silu(x: Array, alpha: float | Array = 1.0) -> Array:

@@ -322,7 +322,7 @@ def _reader(vectors: Vectors, rows: _Rows, facts: Facts) -> tuple[_Read, Array |
             x = values(column, inside)
             tile = x.reshape(*x.shape[:-1], -1, scheme.group)
             axis = tile.ndim - 1
-            codes, scales = body.quantize_fp8(tile, axis, floor=quantize.GROUP_FLOOR, power_of_two=scheme.power_of_two)
+            codes, scales = body.quantize_tile(tile, axis, floor=quantize.GROUP_FLOOR, power_of_two=scheme.power_of_two)
             return (codes.astype(jnp.float32) * jnp.expand_dims(scales, axis)).reshape(x.shape)
 
         return grouped, None

@@ -1,10 +1,11 @@
-"""Dense products with plain or e4m3 weights: activation(scales * (x w^T) + bias).
+"""Dense products with plain, e4m3 or int8 weights: activation(scales * (x w^T) + bias).
 
     y[m, n] = act( sum_kb s_x[m, kb] s_w[nb, kb] sum_{k in kb} x[m, k] w[n, k]  +  bias[n] )
 
-x (M, K) and w (N, K) are both e4m3 (W8A8), or x is 16 or 32 bit and w plain or e4m3 (W8A16, decoded in the kernel by
-bit operations). A scale with one column for all of K multiplies after the sum; one with more multiplies each partial
-sum as it is promoted to float32, and no step of K straddles a scale. Sums, scales, bias and activation are float32.
+x (M, K) and w (N, K) are both e4m3 or both int8 (W8A8), or x is 16 or 32 bit and w plain, e4m3 or int8 (W8A16, decoded
+in the kernel). A scale with one column for all of K multiplies after the sum; one with more multiplies each partial sum
+as it is promoted to float32, and no step of K straddles a scale. Scales, bias and activation are float32, and so are
+sums, but for those of int8 codes between two scales: these are int32, and exact.
 """
 
 import functools
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import body, lowering
+from pallas_kernels import bits, body, lowering
 from pallas_kernels.lowering import arange, load, store
 from pallas_kernels.tuning.heuristics import MatmulTile
 
@@ -38,12 +39,18 @@ class _Static(NamedTuple):
     w_cols: int  # columns of K that share a scale of w, 0 if all do
     x_cols: int  # the same for x
     exact: bool
+    int8: bool  # both operands
     activation: str | None
 
     @property
     def cell(self) -> int:
         """Columns of K that share every scale applied in the loop, 0 if none is."""
         return math.gcd(self.w_cols, self.x_cols)
+
+    @property
+    def total(self) -> Any:
+        """Dtype of the sums that the loop carries."""
+        return jnp.int32 if self.int8 and not self.cell else jnp.float32
 
     @property
     def straddles(self) -> bool:
@@ -80,13 +87,13 @@ def linear(
     """activation(scales * (x w^T) + bias), (M, N), in one launch, or two where K is split.
 
     Args:
-      x: (M, K) e4m3, or bfloat16, float16, float32.
-      w: (N, K), or stacked (L, N, K) with ``layer``: e4m3, or bfloat16, float16, float32. e4m3 weights with an x that
-        is not are decoded by bits, without float8 types in the kernel. Plain operands of two dtypes are multiplied in
-        float32.
-      w_scale: for e4m3 w: (ceil(N/rows), ceil(K/cols)) of ``w_block``, float32, bfloat16, float16 or uint8 (e8m0);
+      x: (M, K) e4m3 or int8, or bfloat16, float16, float32.
+      w: (N, K), or stacked (L, N, K) with ``layer``: e4m3 or int8, or bfloat16, float16, float32. Codes with an x that
+        is none are decoded, e4m3 by bits, without float8 types in the kernel. Plain operands of two dtypes are
+        multiplied in float32.
+      w_scale: for codes w: (ceil(N/rows), ceil(K/cols)) of ``w_block``, float32, bfloat16, float16 or uint8 (e8m0);
         with ``layer`` stacked. It multiplies.
-      x_scale: for e4m3 x: (1, 1), (M, 1) or (M, ceil(K/x_group)), dtypes as above. It multiplies.
+      x_scale: for codes x: (1, 1), (M, 1) or (M, ceil(K/x_group)), dtypes as above. It multiplies.
       w_block: rows and columns of w that share a scale; -1 is the whole extent.
       x_group: columns of x that share a scale; -1 is all of K.
       bias: (N,), or (L, N) with ``layer``; any float dtype.
@@ -98,7 +105,7 @@ def linear(
       interpret: compute with XLA on any device, for tests.
 
     Raises:
-      ValueError, TypeError: shapes or dtypes that do not fit together.
+      ValueError, TypeError: shapes or dtypes that do not fit together; int8 products whose sum may not fit int32.
     """
     if layer is None:
         w = w[None]
@@ -115,7 +122,7 @@ def linear(
     given = {name: array for name, array in arrays.items() if array is not None}
     static = static._replace(names=tuple(given))
     split = tile.split_k
-    shape, dtype = ((split, m, n), jnp.float32) if split > 1 else ((m, n), out_dtype)
+    shape, dtype = ((split, m, n), static.total) if split > 1 else ((m, n), out_dtype)
     y = lowering.kernel_call(
         _kernel,
         name="linear",
@@ -200,7 +207,7 @@ def _sums_over_k(ref: dict[str, Any], places: list[_At], part: Array, static: _S
     """The accumulator of each piece of a program's columns."""
     tile = static.tile
     shape = (tile.block_n, tile.block_m) if tile.swap else (tile.block_m, tile.block_n)
-    zeros = [jnp.zeros(shape, jnp.float32)] * len(places)
+    zeros = [jnp.zeros(shape, static.total)] * len(places)
     step = functools.partial(_step, ref, places, static)
     ragged = static.straddles or static.k % tile.block_k != 0
     if tile.split_k > 1:
@@ -246,7 +253,8 @@ def _step(
         if static.w_cols:
             row_of_scale = _scale_row(at, static)
             s_w = body.decode_scale(load(ref["w_scale"], (at.layer, row_of_scale, body.div(first, static.w_cols))))
-        result.append(body.add_scaled(acc, lowering.dot(left, right), _scales(s_x, s_w, static)))
+        partial = lowering.dot(left, right).astype(jnp.float32)
+        result.append(body.add_scaled(acc, partial, _scales(s_x, s_w, static)))
     return result
 
 
@@ -255,6 +263,8 @@ def _same_dtype(x: Array, w: Array) -> tuple[Array, Array]:
         return x, body.decode_e4m3(w, x.dtype)
     if x.dtype == w.dtype:
         return x, w
+    if w.dtype == jnp.int8:
+        return x, w.astype(x.dtype)
     return x.astype(jnp.float32), w.astype(jnp.float32)
 
 
@@ -280,7 +290,7 @@ def _epilogue(ref: dict[str, Any], at: _At, acc: Array, static: _Static) -> Arra
         s_x = body.decode_scale(load(ref["x_scale"], (rows, 0)))
     if "w_scale" in ref and not static.w_cols:
         s_w = body.decode_scale(load(ref["w_scale"], (at.layer, _scale_row(at, static), 0)))
-    y = functools.reduce(jnp.multiply, _scales(s_x, s_w, static), acc)
+    y = functools.reduce(jnp.multiply, _scales(s_x, s_w, static), acc.astype(jnp.float32))
     if "bias" in ref:
         bias = load(ref["bias"], (at.layer, at.col)).astype(jnp.float32)
         y = y + _oriented(static, None, bias)[1]
@@ -315,7 +325,7 @@ def _finish_kernel(*refs: Any, static: _Static) -> None:
     layer = _layer(ref, static)
     at = _At(layer, jnp.minimum(row, static.m - 1), jnp.minimum(col, static.n - 1), col_block)
     inside = (row < static.m)[:, None] & (col < static.n)[None, :]
-    acc = jnp.zeros((tile.block_m, tile.block_n), jnp.float32)
+    acc = jnp.zeros((tile.block_m, tile.block_n), static.total)
     for part in range(ref["parts"].shape[0]):
         acc = acc + load(ref["parts"], (part, at.row[:, None], at.col[None, :]))
     y = _epilogue(ref, at, acc, static)
@@ -338,13 +348,13 @@ def _checked(
     floats = (jnp.bfloat16, jnp.float16, jnp.float32)
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[2]:
         raise ValueError(f"x {x.shape} and w {w.shape} (layers first) must be (M, K) and (L, N, K)")
-    if x.dtype not in (*floats, body.F8) or w.dtype not in (*floats, body.F8):
-        raise TypeError(f"x is {x.dtype} and w {w.dtype}, but operands are float8_e4m3fn or 16- or 32-bit floats")
-    if x.dtype == body.F8 and w.dtype != body.F8:
+    if x.dtype not in (*floats, *body.CODES) or w.dtype not in (*floats, *body.CODES):
+        raise TypeError(f"x is {x.dtype} and w {w.dtype}, but operands are float8_e4m3fn, int8 or 16- or 32-bit floats")
+    if x.dtype in body.CODES and w.dtype != x.dtype:
         raise TypeError(f"x is {x.dtype}, so w must be so too, not {w.dtype}")
     (m, k), (layers, n, _) = x.shape, w.shape
     for name, operand, scale in (("w_scale", w, w_scale), ("x_scale", x, x_scale)):
-        if (operand.dtype == body.F8) != (scale is not None):
+        if (operand.dtype in body.CODES) != (scale is not None):
             there = "missing" if scale is None else "given"
             raise ValueError(f"{name} is {there}, but its operand is {operand.dtype}")
     rows, cols = (extent if b == -1 else b for b, extent in zip(w_block, (n, k), strict=True))
@@ -356,8 +366,7 @@ def _checked(
         raise ValueError(f"x_scale has shape {x_scale.shape}, which does not fit x {x.shape} in groups of {x_group}")
     if bias is not None and bias.shape != (layers, n):
         raise ValueError(f"bias has shape {bias.shape}, but it is (L, N) = {(layers, n)}")
-    both = x.dtype == body.F8
-    return _Static(
+    static = _Static(
         names=(),
         tile=tile,
         layers=layers,
@@ -367,9 +376,13 @@ def _checked(
         w_rows=max(rows, 1),
         w_cols=cols if w_scale is not None and w_scale.shape[-1] > 1 else 0,
         x_cols=group if x_scale is not None and x_scale.shape[-1] > 1 else 0,
-        exact=exact and both,
+        exact=exact and x.dtype == body.F8,
+        int8=x.dtype == jnp.int8,
         activation=activation,
     )
+    if static.total == jnp.int32 and k > bits.INT32_PRODUCTS:
+        raise ValueError(f"K={k}, but sums of int8 products are sure to fit int32 only up to {bits.INT32_PRODUCTS}")
+    return static
 
 
 def _of_nothing(static: _Static, bias: Array | None, layer: Array | None, out_dtype: Any) -> Array:

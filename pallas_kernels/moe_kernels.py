@@ -220,7 +220,7 @@ def _store_hidden(
         return
     if epilogue.group:
         # Columns past the end repeat one of the group's own, so they do not change its largest magnitude.
-        codes, scales = body.quantize_fp8(
+        codes, scales = body.quantize_tile(
             h, 0 if swap else 1, floor=quantize.GROUP_FLOOR, power_of_two=scheme.power_of_two
         )
         store(out.scale, (block.slot, at.tile), scales, mask=block.live)

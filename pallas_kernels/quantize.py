@@ -1,11 +1,12 @@
-"""Quantising activations to e4m3: one scale a token group, a token, or a tensor.
+"""Quantising activations to e4m3 or int8: one scale a token group, a token, or a tensor.
 
     scale = max(amax, floor) * (1/448),  code = e4m3(x * (1/scale))
+    scale = max(amax, 1e-10) * (1/127),  code = int8(x * (1/scale))
 
 ``amax`` is over the finite elements that share the scale, ``floor`` is 1e-10 for groups, 1/512 for tokens and 1e-12 for
-a tensor; in power-of-two mode the scale is the least power of two not below amax / 448. The reciprocal is rounded
-correctly and taken once a scale, so codes are those of any other implementation of these formulas. A non-finite element
-becomes the NaN code and changes no other.
+a tensor; in power-of-two mode the scale is the least power of two not below amax / 448 (or 127). The reciprocal is
+rounded correctly and taken once a scale, so codes are those of any other implementation of these formulas. A non-finite
+element becomes e4m3's NaN and changes no other; int8 has none, so its scale becomes NaN.
 
 Each function also exists as the jobs it launches, for callers with something else to launch beside them.
 """
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from pallas_kernels import body, launch, lowering
 from pallas_kernels.align import local_expert
@@ -40,33 +42,42 @@ def quantize_groups(
     x: Array,
     group: int,
     *,
+    codes: DTypeLike = body.F8,
     power_of_two: bool = False,
     scale_dtype: ScaleDtype = "float32",
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """e4m3 codes (M, K) of x (M, K), one scale for each ``group`` of a row's elements, in one launch.
+    """Codes (M, K) of x (M, K), one scale for each ``group`` of a row's elements, in one launch.
 
     Args:
       x: bfloat16, float16 or float32.
       group: elements of K that share a scale, 1 to 8192; the last group may be ragged.
+      codes: their dtype, float8_e4m3fn or int8.
       power_of_two: scales are powers of two.
       scale_dtype: "float32", or "e8m0" (uint8, and powers of two always).
       interpret: compute with XLA on any device, for tests.
 
     Returns:
-      Codes float8_e4m3fn (M, K); scales (M, ceil(K/group)).
+      Codes (M, K); scales (M, ceil(K/group)).
 
     Raises:
       ValueError: ``group`` is out of range.
     """
-    job = groups_job(x, group, power_of_two=power_of_two, scale_dtype=scale_dtype)
+    job = groups_job(x, group, codes=codes, power_of_two=power_of_two, scale_dtype=scale_dtype)
     if not x.size:
         return _zeros(job)
-    [(codes, scale)] = launch.run("quantize_groups", job, interpret=interpret)
-    return codes, scale
+    [(code, scale)] = launch.run("quantize_groups", job, interpret=interpret)
+    return code, scale
 
 
-def groups_job(x: Array, group: int, *, power_of_two: bool = False, scale_dtype: ScaleDtype = "float32") -> launch.Job:
+def groups_job(
+    x: Array,
+    group: int,
+    *,
+    codes: DTypeLike = body.F8,
+    power_of_two: bool = False,
+    scale_dtype: ScaleDtype = "float32",
+) -> launch.Job:
     """The job of ``quantize_groups``, of an x that is not empty."""
     _check(x)
     m, k = x.shape
@@ -81,7 +92,7 @@ def groups_job(x: Array, group: int, *, power_of_two: bool = False, scale_dtype:
         kernel=_groups_kernel,
         programs=pl.cdiv(m, rows) * pl.cdiv(groups, cols),
         inputs=(x,),
-        outputs=(jax.ShapeDtypeStruct((m, k), body.F8), jax.ShapeDtypeStruct((m, groups), scale_type)),
+        outputs=(jax.ShapeDtypeStruct((m, k), codes), jax.ShapeDtypeStruct((m, groups), scale_type)),
         static={
             "group": group,
             "tile": (rows, cols, width),
@@ -109,7 +120,9 @@ def _groups_kernel(
     column = block[:, None] * group + lane[None, :]
     inside = (row < m)[:, None, None] & ((lane < group)[None, :] & (column < k))[None, :, :]
     x = load(x_ref, (row[:, None, None], column[None, :, :]), mask=inside, other=0)
-    code, scale = body.quantize_fp8(x.astype(jnp.float32), 2, floor=GROUP_FLOOR, power_of_two=power_of_two)
+    code, scale = body.quantize_tile(
+        x.astype(jnp.float32), 2, codes=code_ref.dtype, floor=GROUP_FLOOR, power_of_two=power_of_two
+    )
     store(code_ref, (row[:, None, None], column[None, :, :]), code, mask=inside)
     if scale_ref.dtype == jnp.uint8:
         scale = body.encode_e8m0(scale)
@@ -117,16 +130,19 @@ def _groups_kernel(
     store(scale_ref, (row[:, None], block[None, :]), scale, mask=live)
 
 
-def quantize_tokens(x: Array, *, power_of_two: bool = False, interpret: bool = False) -> tuple[Array, Array]:
-    """e4m3 codes (M, K) of x (M, K) and one float32 scale a row, (M, 1), in one launch."""
+def quantize_tokens(
+    x: Array, *, codes: DTypeLike = body.F8, power_of_two: bool = False, interpret: bool = False
+) -> tuple[Array, Array]:
+    """Codes (M, K), e4m3 or int8, of x (M, K) and one float32 scale a row, (M, 1), in one launch."""
     if not x.size:
         _check(x)
-        return jnp.zeros(x.shape, body.F8), _scale_of_nothing((x.shape[0], 1), TOKEN_FLOOR, power_of_two)
-    [(codes, scale)] = launch.run("quantize_tokens", tokens_job(x, power_of_two=power_of_two), interpret=interpret)
-    return codes, scale
+        return jnp.zeros(x.shape, codes), _scale_of_nothing((x.shape[0], 1), codes, TOKEN_FLOOR, power_of_two)
+    job = tokens_job(x, codes=codes, power_of_two=power_of_two)
+    [(code, scale)] = launch.run("quantize_tokens", job, interpret=interpret)
+    return code, scale
 
 
-def tokens_job(x: Array, *, power_of_two: bool = False) -> launch.Job:
+def tokens_job(x: Array, *, codes: DTypeLike = body.F8, power_of_two: bool = False) -> launch.Job:
     """The job of ``quantize_tokens``, of an x that is not empty."""
     _check(x)
     m, k = x.shape
@@ -136,7 +152,7 @@ def tokens_job(x: Array, *, power_of_two: bool = False) -> launch.Job:
         kernel=_tokens_kernel,
         programs=pl.cdiv(m, rows),
         inputs=(x,),
-        outputs=(jax.ShapeDtypeStruct((m, k), body.F8), jax.ShapeDtypeStruct((m, 1), jnp.float32)),
+        outputs=(jax.ShapeDtypeStruct((m, k), codes), jax.ShapeDtypeStruct((m, 1), jnp.float32)),
         static={"tile": (rows, width), "power_of_two": power_of_two},
     )
 
@@ -150,16 +166,17 @@ def _tokens_kernel(
     steps = pl.cdiv(k, width)
 
     def measure(step: Array | int, amax: Array) -> Array:
-        return jnp.maximum(amax, jnp.max(jnp.abs(_Part.of(x_ref, row, step * width + arange(width)).x), axis=1))
+        part = _Part.of(x_ref, row, step * width + arange(width))
+        return jnp.maximum(amax, jnp.max(part.magnitude(code_ref.dtype), axis=1))
 
     def scale_of(amax: Array) -> Array:
-        scale, inverse = body.fp8_scale(amax, floor=TOKEN_FLOOR, power_of_two=power_of_two)
+        scale, inverse = body.code_scale(amax, code_ref.dtype, floor=TOKEN_FLOOR, power_of_two=power_of_two)
         store(scale_ref, (row, 0), scale, mask=row < m)
         return inverse[:, None]
 
     if steps == 1:
         part = _Part.of(x_ref, row, arange(width))
-        part.write(code_ref, scale_of(jnp.max(jnp.abs(part.x), axis=1)))
+        part.write(code_ref, scale_of(jnp.max(part.magnitude(code_ref.dtype), axis=1)))
         return
 
     inverse = scale_of(lowering.loop(steps, measure, jnp.zeros((rows,), jnp.float32)))
@@ -171,23 +188,29 @@ def _tokens_kernel(
 
 
 def quantize_tensor(
-    x: Array, *, power_of_two: bool = False, amax: Array | None = None, interpret: bool = False
+    x: Array,
+    *,
+    codes: DTypeLike = body.F8,
+    power_of_two: bool = False,
+    amax: Array | None = None,
+    interpret: bool = False,
 ) -> tuple[Array, Array]:
-    """e4m3 codes (M, K) of x (M, K) and its one float32 scale, (1, 1); one launch for a small tensor, else two.
+    """Codes (M, K) of x (M, K) and its one float32 scale, (1, 1); one launch for a small tensor, else two.
 
     Args:
       x: bfloat16, float16 or float32.
+      codes: their dtype, float8_e4m3fn or int8.
       power_of_two: the scale is a power of two.
-      amax: float32 (n,), largest finite magnitudes of parts of x, whose maximum is taken instead of measuring x; then
-        it is one launch, and parts of x that they leave out may hold anything.
+      amax: float32 (n,), the largest ``body.magnitude`` of parts of x, whose maximum is taken instead of measuring x;
+        then it is one launch, and parts of x that they leave out may hold anything.
       interpret: compute with XLA on any device, for tests.
     """
     if not x.size:
         _check(x)
-        return jnp.zeros(x.shape, body.F8), _scale_of_nothing((1, 1), TENSOR_FLOOR, power_of_two)
-    chain = tensor_chain(x, power_of_two=power_of_two, amax=amax)
-    [(codes, scale)] = launch.run_chains("quantize_tensor", chain, interpret=interpret)
-    return codes, scale
+        return jnp.zeros(x.shape, codes), _scale_of_nothing((1, 1), codes, TENSOR_FLOOR, power_of_two)
+    chain = tensor_chain(x, codes=codes, power_of_two=power_of_two, amax=amax)
+    [(code, scale)] = launch.run_chains("quantize_tensor", chain, interpret=interpret)
+    return code, scale
 
 
 class Choices(NamedTuple):
@@ -205,6 +228,7 @@ class Choices(NamedTuple):
 def tensor_chain(
     x: Array,
     *,
+    codes: DTypeLike = body.F8,
     power_of_two: bool = False,
     amax: Array | None = None,
     choices: Choices | None = None,
@@ -226,7 +250,7 @@ def tensor_chain(
             kernel=_tensor_kernel,
             programs=pl.cdiv(tiles, share),
             inputs=(x, partials, choices if partials is None else None),
-            outputs=(jax.ShapeDtypeStruct((m, k), body.F8), jax.ShapeDtypeStruct((1, 1), jnp.float32)),
+            outputs=(jax.ShapeDtypeStruct((m, k), codes), jax.ShapeDtypeStruct((1, 1), jnp.float32)),
             static={"share": share, "power_of_two": power_of_two, "experts": experts},
         )
 
@@ -240,15 +264,15 @@ def tensor_chain(
         programs=parts,
         inputs=(x, choices),
         outputs=(jax.ShapeDtypeStruct((parts,), jnp.float32),),
-        static={"parts": parts, "experts": experts},
+        static={"parts": parts, "experts": experts, "codes": jnp.dtype(codes)},
     )
     return [lambda: measure, job]
 
 
 def _amax_kernel(
-    program: Array, x_ref: Any, choices: Choices | None, amax_ref: Any, *, parts: int, experts: int
+    program: Array, x_ref: Any, choices: Choices | None, amax_ref: Any, *, parts: int, experts: int, codes: Any
 ) -> None:
-    amax = _amax(x_ref, choices, experts, program, parts, pl.cdiv(_tiles(*x_ref.shape), parts))
+    amax = _amax(x_ref, choices, experts, codes, program, parts, pl.cdiv(_tiles(*x_ref.shape), parts))
     store(amax_ref, (program,), amax)
 
 
@@ -265,10 +289,10 @@ def _tensor_kernel(
     experts: int,
 ) -> None:
     if partials_ref is None:
-        amax = _amax(x_ref, choices, experts, jnp.int32(0), 1, _tiles(*x_ref.shape))
+        amax = _amax(x_ref, choices, experts, code_ref.dtype, jnp.int32(0), 1, _tiles(*x_ref.shape))
     else:
         amax = largest(partials_ref)
-    scale, inverse = body.fp8_scale(amax, floor=TENSOR_FLOOR, power_of_two=power_of_two)
+    scale, inverse = body.code_scale(amax, code_ref.dtype, floor=TENSOR_FLOOR, power_of_two=power_of_two)
 
     def write(i: Array, carry: None) -> None:
         _Part.of(x_ref, *_tile_at(x_ref.shape, program * share + i)).write(code_ref, inverse)
@@ -355,9 +379,14 @@ class _Part(NamedTuple):
         good, x = body.finite(load(x_ref, where, mask=inside, other=0).astype(jnp.float32))
         return cls(x, good, inside, where)
 
+    def magnitude(self, codes: DTypeLike) -> Array:
+        """What a scale of such codes is measured by."""
+        return body.magnitude(self.x, self.good, codes)
+
     def write(self, code_ref: Any, inverse: Array) -> None:
         """Stores the codes that ``inverse``, the scale's reciprocal, gives."""
-        store(code_ref, self.where, body.fp8_codes(self.x * inverse, self.good), mask=self.inside)
+        code = body.codes_of(self.x * inverse, self.good, code_ref.dtype)
+        store(code_ref, self.where, code, mask=self.inside)
 
 
 def _tile_shape(m: int, k: int) -> tuple[int, int]:
@@ -377,12 +406,14 @@ def _tile_at(shape: tuple[int, int], tile: Array) -> tuple[Array, Array]:
     return body.div(tile, across) * rows + arange(rows), body.rem(tile, across) * width + arange(width)
 
 
-def _amax(x_ref: Any, choices: Choices | None, experts: int, first: Array, stride: int, count: int) -> Array:
-    """The largest finite magnitude in tiles first, first + stride, ..., ``count`` of them, of rows that count."""
+def _amax(
+    x_ref: Any, choices: Choices | None, experts: int, codes: DTypeLike, first: Array, stride: int, count: int
+) -> Array:
+    """The largest magnitude in tiles first, first + stride, ..., ``count`` of them, of rows that count."""
 
     def step(i: Array, amax: Array) -> Array:
         row, column = _tile_at(x_ref.shape, first + i * stride)
-        magnitude = jnp.abs(_Part.of(x_ref, row, column).x)
+        magnitude = _Part.of(x_ref, row, column).magnitude(codes)
         if choices is not None:
             magnitude = jnp.where(_is_chosen(choices, experts, row)[:, None], magnitude, 0)
         return jnp.maximum(amax, jnp.max(magnitude))
@@ -409,5 +440,5 @@ def _check(x: Array) -> None:
         raise TypeError(f"x is {x.dtype} of shape {x.shape}, but it is (M, K) of bfloat16, float16 or float32")
 
 
-def _scale_of_nothing(shape: tuple[int, int], floor: float, power_of_two: bool) -> Array:
-    return jnp.broadcast_to(body.fp8_scale(jnp.float32(0), floor=floor, power_of_two=power_of_two)[0], shape)
+def _scale_of_nothing(shape: tuple[int, int], codes: DTypeLike, floor: float, power_of_two: bool) -> Array:
+    return jnp.broadcast_to(body.code_scale(jnp.float32(0), codes, floor=floor, power_of_two=power_of_two)[0], shape)

@@ -1,4 +1,4 @@
-"""Kernels of our own through Pallas and Triton: plain and e4m3 weights, on NVIDIA GPUs.
+"""Kernels of our own through Pallas and Triton: plain, e4m3 and int8 weights, on NVIDIA GPUs.
 
 This file says what they serve, and translates: an OpSpec to static facts and tiles, QTensors to arrays. The kernels
 themselves are imported when they are first run, so that importing jmoe takes no Triton.
@@ -15,6 +15,7 @@ from jmoe.backends import common, tuned
 from jmoe.backends.spec import Accumulation, BatchedArgs, DeviceSpec, LinearArgs, MoEArgs, OpSpec, Plan, Selection
 from jmoe.qtensor import QTensor
 from jmoe.scheme import Recipe, Scheme
+from pallas_kernels.bits import INT32_PRODUCTS
 from pallas_kernels.layouts import CANONICAL
 from pallas_kernels.tuning import table
 from pallas_kernels.tuning.heuristics import Operands, matmul_tile
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 NAME = "triton"
 
 _MIN_CAPABILITY = 80
+
+_CODES = ("e4m3", "int8")
+"""Formats of weights and of activations that its kernels multiply."""
 
 
 def plan(op: OpSpec, device: DeviceSpec, *, explicit: bool) -> Plan:
@@ -86,7 +90,7 @@ def _tiles_of_experts(op: OpSpec, exact: bool, facts: dict[str, Any]) -> MoETile
 
 
 def _note(op: OpSpec, accumulation: str) -> str:
-    if op.recipe.input is None or accumulation == "exact":
+    if accumulation == "exact" or operands_of(op) != "fp8":
         return ""
     return "FP8 sums stay in the tensor core for all of K; accumulation='exact' promotes them every 128"
 
@@ -112,9 +116,12 @@ def _refusals(op: OpSpec, device: DeviceSpec) -> list[str]:
         reasons.append(f"an activation's scale is measured across the mesh axes {axes}, and its kernels measure on one")
     if op.layout != CANONICAL:
         reasons.append(f"weights are in the layout {op.layout.name!r}, and its kernels read the canonical one")
-    for recipe in recipes:
-        reasons += _recipe_refusals(recipe)
-    if len({(recipe.weight is None, recipe.input is None) for recipe in recipes}) > 1:
+    reasons += _recipe_refusals(op.recipe, op.hidden)
+    if op.op != "linear":
+        if any("int8" in (s.format for s in (r.weight, r.input) if s is not None) for r in recipes):
+            reasons.append("its kernels for experts take plain and e4m3 weights")
+        reasons += _recipe_refusals(op.second_recipe or op.recipe, op.intermediate)
+    if len({(recipe.weight and recipe.weight.format, recipe.input is None) for recipe in recipes}) > 1:
         reasons.append("w13 and w2 are of two kinds, and its kernels take one")
     return reasons
 
@@ -134,18 +141,28 @@ def _capability_refusals(recipe: Recipe, device: DeviceSpec) -> list[str]:
     return []
 
 
-def _recipe_refusals(recipe: Recipe) -> list[str]:
+def _recipe_refusals(recipe: Recipe, k: int) -> list[str]:
+    """Why not, of a product over ``k`` columns."""
     weight, x = recipe.weight, recipe.input
     if weight is None:
         return []
-    if weight.format != "e4m3" or weight.global_scale is not None:
-        return [f"its kernels take plain and e4m3 weights, and these are {weight.describe()}"]
-    if x is not None and (x.format != "e4m3" or x.global_scale is not None or x.block[0] not in (-1, 1)):
+    if weight.format not in _CODES or weight.global_scale is not None or weight.zero_point:
+        return [f"its kernels take plain, e4m3 and symmetric int8 weights, and these are {weight.describe()}"]
+    if x is None:
+        return []
+    if x.format not in _CODES or x.global_scale is not None or x.zero_point or x.block[0] not in (-1, 1):
         return [
-            f"its kernels take plain and e4m3 activations with a scale a tensor, token or group, not {x.describe()}"
+            "its kernels take plain, e4m3 and int8 activations with a scale a tensor, token or group, "
+            f"not {x.describe()}"
         ]
-    if x is not None and x.block[0] == -1 and x.block[1] != -1:
+    if x.block[0] == -1 and x.block[1] != -1:
         return [f"an activation's scale covers a tensor, a token or a group of a token, not {x.describe()}"]
+    if x.format != weight.format:
+        return [f"its kernels multiply codes of one format, not {weight.format} and {x.format}"]
+    if x.format == "int8" and x.static:
+        return ["int8 activations with a given scale have nothing to say of one that is not finite"]
+    if x.format == "int8" and _cell(recipe) is None and k > INT32_PRODUCTS:
+        return [f"K={k}, and sums of int8 products are sure to fit int32 only up to {INT32_PRODUCTS}"]
     return []
 
 
@@ -156,7 +173,7 @@ def _is_fp8(scheme: Scheme) -> bool:
 def operands_of(op: OpSpec) -> Operands:
     """What the dots are made of."""
     if op.recipe.input is not None:
-        return "fp8"
+        return "int8" if op.recipe.input.format == "int8" else "fp8"
     if op.dtype == "float32":
         return "32bit"
     return "16bit" if op.recipe.weight is None else "w8a16"
@@ -213,10 +230,10 @@ def _dense_input(x: Array | QTensor, scheme: Scheme | None, scale: Array | None)
         assert scale is not None  # validated
         return quantize.quantize_static(x, scale)
     if scheme.block == (-1, -1):
-        return quantize.quantize_tensor(x, power_of_two=scheme.power_of_two)
+        return quantize.quantize_tensor(x, codes=scheme.fmt.storage, power_of_two=scheme.power_of_two)
     if scheme.block == (1, -1):
-        return quantize.quantize_tokens(x, power_of_two=scheme.power_of_two)
-    return quantize.quantize_groups(x, scheme.block[1], power_of_two=scheme.power_of_two)
+        return quantize.quantize_tokens(x, codes=scheme.fmt.storage, power_of_two=scheme.power_of_two)
+    return quantize.quantize_groups(x, scheme.block[1], codes=scheme.fmt.storage, power_of_two=scheme.power_of_two)
 
 
 def fused_moe(op: OpSpec, selection: Selection, args: MoEArgs) -> Array:

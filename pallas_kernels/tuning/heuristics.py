@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Operands = Literal["fp8", "w8a16", "16bit", "32bit"]
-"""What a product's dots are made of: two e4m3 operands, e4m3 weights made 16-bit in the kernel, or plain floats."""
+Operands = Literal["fp8", "int8", "w8a16", "16bit", "32bit"]
+"""What a product's dots are made of: two e4m3 or int8 operands, such weights made 16-bit in the kernel, or floats."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ _SHARED_MEMORY = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227,
 """KiB of shared memory a block can have, by compute capability (CUDA C++ programming guide, table of technical
 specifications)."""
 
-_BYTES = {"fp8": (1, 1), "w8a16": (2, 1), "16bit": (2, 2), "32bit": (4, 4)}
+_BYTES = {"fp8": (1, 1), "int8": (1, 1), "w8a16": (2, 1), "16bit": (2, 2), "32bit": (4, 4)}
 """Bytes an element of x and of w."""
 
 
@@ -96,12 +96,12 @@ def matmul_tile(
       sm_count: streaming multiprocessors.
       batch_invariant: the choice may not depend on ``m``.
     """
-    block_k = step_of_k(cell, {"fp8": 128, "w8a16": 128, "16bit": 64, "32bit": 32}[operands])
+    block_k = step_of_k(cell, {"16bit": 64, "32bit": 32}.get(operands, 128))
     if batch_invariant:
         return _fitted(_tile(64, 128, block_k, 4, 4, operands, capability), operands, capability)
     if m <= 64:
         return _fitted(_few_rows(m, n, k, block_k, operands, sm_count), operands, capability)
-    promoted = operands == "fp8" and (exact or cell is not None)
+    promoted = (operands == "fp8" and exact) or (operands in ("fp8", "int8") and cell is not None)
     candidates = _many_rows(block_k, operands, promoted, k % block_k != 0, capability)
     best = min(candidates, key=lambda candidate: _time(candidate, m, n, k, sm_count))[0]
     blocks = -(-m // best.block_m)

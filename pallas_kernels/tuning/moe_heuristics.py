@@ -21,10 +21,10 @@ class MoETiles:
     single: bool = False
 
 
-_BYTES = {"fp8": (1, 1), "w8a16": (2, 1), "16bit": (2, 2), "32bit": (4, 4)}
+_BYTES = {"fp8": (1, 1), "int8": (1, 1), "w8a16": (2, 1), "16bit": (2, 2), "32bit": (4, 4)}
 """Bytes an element of x and of w."""
 
-_STEP = {"fp8": 128, "w8a16": 64, "16bit": 64, "32bit": 32}
+_STEP = {"fp8": 128, "int8": 128, "w8a16": 64, "16bit": 64, "32bit": 32}
 """Longest step of K."""
 
 _SINGLE_SLOTS = 16

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jmoe
-from jmoe import DeviceSpec, OpSpec, recipe, select
+from jmoe import DeviceSpec, OpSpec, Recipe, Scheme, recipe, select
 from jmoe.backends import select as selector
 from jmoe.backends.select import IMPLEMENTATIONS, as_device, current_device, default_accumulation
 from jmoe.backends.spec import DEVICES, Plan, Selection
@@ -120,11 +120,34 @@ def test_triton_comes_first_where_its_kernels_serve(op, name):
     assert select(op.replace(recipe=recipe(name)), "h100").implementation == "triton"
 
 
-@pytest.mark.parametrize("name", ["int4", "int8", "mxfp4", "nvfp4_w4a16", "int4_fp8"])
+@pytest.mark.parametrize("name", ["int4", "int8_w8a16:zero_point", "mxfp4", "nvfp4_w4a16", "int4_fp8"])
 def test_triton_says_which_weights_its_kernels_take(name):
     op = LINEAR.replace(recipe=recipe(name))
-    assert reason(op, "h100").startswith("its kernels take plain and e4m3 weights, and these are ")
+    assert reason(op, "h100").startswith("its kernels take plain, e4m3 and symmetric int8 weights, and these are ")
     assert select(op, "h100").implementation == "xla"
+
+
+@pytest.mark.parametrize("name", ["int8", "int8_w8a16", "int8_w8a16:group=32"])
+def test_int8_needs_no_capability_beyond_that_of_the_kernels(name):
+    assert select(LINEAR.replace(recipe=recipe(name)), "a100").implementation == "triton"
+    assert "compute capability" in reason(LINEAR.replace(recipe=recipe(name)), "t4")
+
+
+def test_int8_sums_that_int32_may_not_hold_are_refused():
+    op = LINEAR.replace(recipe=recipe("int8"), hidden=131071)
+    assert select(op, "h100").implementation == "triton"
+    long = op.replace(hidden=131072)
+    assert reason(long, "h100") == "K=131072, and sums of int8 products are sure to fit int32 only up to 131071"
+    assert select(long.replace(recipe=recipe("int8_w8a16")), "h100").implementation == "triton"
+
+
+def test_int8_codes_meet_int8_codes_whose_scale_is_measured():
+    weight = recipe("int8").weight
+    static = Scheme(format="int8", block=(-1, -1), static=True)
+    op = LINEAR.replace(recipe=Recipe(name="given", weight=weight, input=static))
+    assert reason(op, "h100").startswith("int8 activations with a given scale have nothing to say of one that")
+    op = LINEAR.replace(recipe=Recipe(name="mixed", weight=weight, input=recipe("fp8_channel").input))
+    assert reason(op, "h100") == "its kernels multiply codes of one format, not int8 and e4m3"
 
 
 def test_triton_takes_both_products_of_one_kind():

@@ -57,6 +57,9 @@ RECIPES = [
     "fp8_w8a16",
     "fp8_w8a16:block=1x-1",
     "mxfp8",
+    "int8",
+    "int8_w8a16",
+    "int8_w8a16:group=32",
 ]
 
 
@@ -79,10 +82,10 @@ class Case:
 CASES = [
     *(Case(recipe, shape) for recipe in RECIPES for shape in SHAPES),
     *(Case(recipe, shape, exact=False) for recipe in ("fp8_tensor", "fp8_channel") for shape in SHAPES[5:]),
-    *(Case(r, s, dtype="float32") for r in ("bf16", "fp8_w8a16", "fp8_block") for s in SHAPES[2:9]),
+    *(Case(r, s, dtype="float32") for r in ("bf16", "fp8_w8a16", "fp8_block", "int8") for s in SHAPES[2:9]),
     *(Case(r, SHAPES[8], dtype="float16") for r in ("bf16", "fp8_w8a16", "fp8_channel")),
     *(Case("fp8_block", (70, 300, 520), activation=a) for a in ("silu", "gelu", "gelu_tanh", "relu2")),
-    *(Case(r, (40, 300, 2880), split_k=s) for r in ("bf16", "fp8_block", "fp8_channel") for s in (2, 16)),
+    *(Case(r, (40, 300, 2880), split_k=s) for r in ("bf16", "fp8_block", "fp8_channel", "int8") for s in (2, 16)),
     *(Case(r, (m, 300, 520), layer=True) for r in ("bf16", "fp8_block", "fp8_w8a16") for m in (5, 200)),
 ]
 
@@ -93,16 +96,16 @@ def device_facts():
 
 
 def is_served(recipe):
-    return device_facts()["capability"] >= 89 or recipe in ("bf16", "fp8_w8a16", "fp8_w8a16:block=1x-1")
+    return device_facts()["capability"] >= 89 or recipe == "bf16" or "w8a16" in recipe or "int8" in recipe
 
 
 def quantized_input(x, scheme):
     if scheme is None:
         return x, {}
     if scheme.block == (-1, -1):
-        code, scale = kernels.quantize_tensor(x)
+        code, scale = kernels.quantize_tensor(x, codes=scheme.fmt.storage)
     elif scheme.block == (1, -1):
-        code, scale = kernels.quantize_tokens(x)
+        code, scale = kernels.quantize_tokens(x, codes=scheme.fmt.storage)
     else:
         code, scale = kernels.quantize_groups(x, scheme.block[1], scale_dtype=scheme.scale_dtype)
     return code, {"x_scale": scale, "x_group": scheme.block[1]}
@@ -119,7 +122,7 @@ def linear(x, w, *, exact=True, split_k=None, batch_invariant=False, **options):
         block = w.scheme.block
         if w.input_scheme is not None:
             x, scales = quantized_input(x, w.input_scheme)
-            kind = "fp8"
+            kind = "int8" if w.input_scheme.format == "int8" else "fp8"
         cell = None if block[1] == -1 else block[1]
         weight, options = (w.data, w.scale), {"w_block": block, **options}
     facts = device_facts()
@@ -174,7 +177,7 @@ def test_it_is_the_reference(case, compiled):
     if not is_served(case.recipe):
         pytest.skip("no FP8 tensor cores")
     found = {name: float(value) for name, value in compiled[case](jax.random.key(case.shape[0])).items()}
-    quantized_dots = case.recipe not in ("bf16",) and not case.recipe.startswith("fp8_w8a16")
+    quantized_dots = case.recipe != "bf16" and "w8a16" not in case.recipe
     bar = 1e-5 if case.dtype == "float32" and not quantized_dots else 3e-3
     assert found["reference"] < bar
     assert found["truth"] < 1.05 * found["of_reference"] + 1e-3
@@ -213,6 +216,23 @@ def test_quantisers_give_the_codes_and_scales_of_the_cpu(block, shape, dtype, po
     expected = on_cpu(lambda v: quantize(v, scheme), x)
     np.testing.assert_array_equal(np.asarray(scale), expected.scale)
     np.testing.assert_array_equal(np.asarray(code).view(np.uint8), expected.data.view(np.uint8))
+
+
+@pytest.mark.parametrize("shape, dtype", [((300, 7168), "bfloat16"), ((5, 10000), "float32"), ((3, 200), "float16")])
+@pytest.mark.parametrize("block", [(1, -1), (1, 32), (-1, -1)], ids=str)
+def test_int8_quantisers_give_the_codes_and_scales_of_the_cpu(block, shape, dtype):
+    quantiser = {
+        (1, -1): kernels.quantize_tokens,
+        (1, 32): lambda x, **codes: kernels.quantize_groups(x, 32, **codes),
+        (-1, -1): kernels.quantize_tensor,
+    }[block]
+    x = activations(*shape, dtype)
+    x = x if block[0] == 1 else jnp.nan_to_num(x, posinf=1.0)  # one that is not finite is all of a tensor's scale
+    code, scale = jax.jit(lambda x: quantiser(x, codes=jnp.int8))(x)
+    expected = on_cpu(lambda v: quantize(v, Scheme(format="int8", block=block)), x)
+    np.testing.assert_array_equal(np.asarray(scale), expected.scale)
+    known = np.isfinite(np.asarray(x, np.float32)).all(axis=1)
+    np.testing.assert_array_equal(np.asarray(code)[known], expected.data[known])
 
 
 def elementwise(function, x, dtype):

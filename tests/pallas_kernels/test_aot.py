@@ -22,9 +22,12 @@ def product(recipe, m, n, k, capability, layers=None, exact=False):
     """A dense product with a quantised activation, and its arguments."""
     stack = () if layers is None else (layers,)
     grid = (-(-n // 128), -(-k // 128))
-    scale = {"fp8_tensor": (1, 1), "fp8_channel": (n, 1), "fp8_block": grid, "fp8_w8a16": grid}.get(recipe)
-    block = {"fp8_tensor": (-1, -1), "fp8_channel": (1, -1)}.get(recipe, (128, 128))
-    kind = {"bf16": "16bit", "float32": "32bit", "fp8_w8a16": "w8a16"}.get(recipe, "fp8")
+    scales = {"fp8_tensor": (1, 1), "fp8_channel": (n, 1), "fp8_block": grid, "fp8_w8a16": grid}
+    scale = (scales | {"int8": (n, 1), "int8_w8a16": (n, 1)}).get(recipe)
+    block = {"fp8_tensor": (-1, -1), "fp8_block": (128, 128), "fp8_w8a16": (128, 128)}.get(recipe, (1, -1))
+    kinds = {"bf16": "16bit", "float32": "32bit", "fp8_w8a16": "w8a16", "int8_w8a16": "w8a16", "int8": "int8"}
+    kind = kinds.get(recipe, "fp8")
+    codes = jnp.int8 if "int8" in recipe else body.F8
     dtype = jnp.float32 if recipe == "float32" else jnp.bfloat16
     cell = 128 if recipe in ("fp8_block", "fp8_w8a16") else None
     facts = {"capability": capability, "sm_count": SM_COUNT[capability]}
@@ -32,6 +35,7 @@ def product(recipe, m, n, k, capability, layers=None, exact=False):
     quantizer = {
         "fp8_tensor": kernels.quantize_tensor,
         "fp8_channel": kernels.quantize_tokens,
+        "int8": functools.partial(kernels.quantize_tokens, codes=jnp.int8),
         "fp8_block": functools.partial(kernels.quantize_groups, group=128),
     }.get(recipe)
 
@@ -42,14 +46,15 @@ def product(recipe, m, n, k, capability, layers=None, exact=False):
             x, w, w_scale, x_scale=x_scale, w_block=block, x_group=group, layer=layer, exact=exact, tile=tile
         )
 
-    weight = lanes.spec((*stack, n, k), body.F8 if scale else dtype)
+    weight = lanes.spec((*stack, n, k), codes if scale else dtype)
     w_scale = None if scale is None else lanes.spec((*stack, *scale))
     layer = None if layers is None else lanes.spec((), jnp.int32)
     return call, (lanes.spec((m, k), dtype), weight, w_scale, layer), tile
 
 
 W8A8 = ("fp8_tensor", "fp8_channel", "fp8_block")
-SERVED = [(r, c) for r in ("bf16", "float32", "fp8_w8a16", *W8A8) for c in SM_COUNT if r not in W8A8 or c >= 89]
+ANYWHERE = ("bf16", "float32", "fp8_w8a16", "int8", "int8_w8a16")
+SERVED = [(r, c) for r in (*ANYWHERE, *W8A8) for c in SM_COUNT if r not in W8A8 or c >= 89]
 
 
 @pytest.mark.parametrize("recipe, capability", SERVED)

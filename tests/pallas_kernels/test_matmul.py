@@ -31,9 +31,9 @@ def quantized_input(x, scheme):
     if scheme is None:
         return x, {}
     if scheme.block == (-1, -1):
-        code, scale = kernels.quantize_tensor(x, interpret=True)
+        code, scale = kernels.quantize_tensor(x, codes=scheme.fmt.storage, interpret=True)
     elif scheme.block == (1, -1):
-        code, scale = kernels.quantize_tokens(x, interpret=True)
+        code, scale = kernels.quantize_tokens(x, codes=scheme.fmt.storage, interpret=True)
     else:
         group = scheme.block[1]
         code, scale = kernels.quantize_groups(x, group, scale_dtype=scheme.scale_dtype, interpret=True)
@@ -71,6 +71,10 @@ CASES = [
     ("fp8_w8a16:block=1x-1", (5, 70, 200), {}),
     ("fp8_w8a16:block=128,scale_dtype=e8m0", (5, 200, 300), {"split_k": 2}),
     ("mxfp8", (5, 70, 200), {}),
+    ("int8", (5, 70, 200), {}),
+    ("int8", (3, 70, 520), {"swap": True, "split_k": 4}),
+    ("int8_w8a16", (5, 70, 200), {"swap": True}),
+    ("int8_w8a16:group=24", (5, 70, 200), {}),
 ]
 
 
@@ -82,7 +86,7 @@ def test_it_is_the_reference(recipe, shape, changes):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("recipe", ["bf16", "fp8_channel", "fp8_w8a16"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_channel", "fp8_w8a16", "int8", "int8_w8a16"])
 def test_other_dtypes_of_x(recipe, dtype):
     x, w, bias = operands(5, 70, 200, recipe, dtype)
     y = linear(x, w, bias=bias)
@@ -124,6 +128,32 @@ def test_weight_and_activation_may_have_blocks_of_different_width():
     y = matmul.linear(ones, ones, w_scale, x_scale=x_scale, w_block=(1, 64), x_group=48, tile=TILE, interpret=True)
     # columns 0..47: 1 * 1; 48..63: 2 * 1; 64..95: 2 * 4
     assert y.item() == 48 * 1 + 16 * 2 + 32 * 8
+
+
+@pytest.mark.parametrize("split_k", [1, 2])
+def test_sums_of_int8_products_are_exact(split_k):
+    """127 * 127 * 3000 + 1 * 1 is no float32; its float32 is the nearest one, 48387000."""
+    k = 3001
+    x = jnp.full((1, k), 127, jnp.int8).at[0, -1].set(1)
+    one = jnp.ones((1, 1), jnp.float32)
+    tile = dataclasses.replace(TILE, split_k=split_k)
+    minus = jnp.concatenate([x, -x.at[0, -1].set(0)])  # 48387001 and -48387000
+    y = matmul.linear(x, minus, one, x_scale=one, tile=tile, out_dtype=jnp.float32, interpret=True)
+    assert y.tolist() == [[48387000.0, -48387000.0]]
+
+
+def test_int8_partial_sums_are_scaled_as_they_are_promoted():
+    """Columns 0..47 at scales 1 * 1, 48..63 at 2 * 1, 64..95 at 2 * 4; see the widths of e4m3's blocks above."""
+    ones = jnp.ones((1, 96), jnp.int8)
+    scales = {"x_scale": jnp.array([[1.0, 2.0]]), "w_block": (1, 64), "x_group": 48}
+    y = matmul.linear(ones, ones, jnp.array([[1.0, 4.0]]), tile=TILE, interpret=True, **scales)
+    assert y.item() == 48 * 1 + 16 * 2 + 32 * 8
+
+
+def test_int8_sums_that_int32_may_not_hold_are_refused():
+    x, one = jnp.ones((1, 131072), jnp.int8), jnp.ones((1, 1), jnp.float32)
+    with pytest.raises(ValueError, match="K=131072, but sums of int8 products are sure to fit int32 only up to 131071"):
+        matmul.linear(x, x, one, x_scale=one, tile=TILE, interpret=True)
 
 
 def test_b12_k_2880_keeps_the_signal():
@@ -207,7 +237,7 @@ def test_e4m3_decoded_by_bits_is_e4m3(dtype):
     "changes, error_type, message",
     [
         ({"w": jnp.ones((4, 6), jnp.bfloat16)}, ValueError, "must be"),
-        ({"w": jnp.ones((4, 8), jnp.int8)}, TypeError, "w int8"),
+        ({"w": jnp.ones((4, 8), jnp.int16)}, TypeError, "w int16"),
         ({"x": jnp.ones((2, 8), body.F8)}, TypeError, "x is float8_e4m3fn, so w must be so too"),
         ({"w_scale": jnp.ones((1, 1))}, ValueError, "w_scale is given, but its operand is bfloat16"),
         ({"w": jnp.ones((4, 8), body.F8)}, ValueError, "w_scale is missing"),
@@ -227,13 +257,14 @@ def lowered(m, n, k, recipe, capability, dtype=jnp.bfloat16, **options):
     x, w, _ = jax.eval_shape(lambda: operands(m, n, k, recipe, dtype))
     cell = None
     scale = None
-    operand_kind = {"bf16": "16bit", "fp8_w8a16": "w8a16"}.get(recipe, "fp8")
-    if dtype == jnp.float32 and operand_kind != "fp8":
+    kinds = {"bf16": "16bit", "fp8_w8a16": "w8a16", "int8_w8a16": "w8a16", "int8": "int8"}
+    operand_kind = kinds.get(recipe, "fp8")
+    if dtype == jnp.float32 and operand_kind not in ("fp8", "int8"):
         operand_kind = "32bit"
     if isinstance(w, QTensor):
         cell = None if w.scheme.block[1] == -1 else w.scheme.block[1]
         if w.input_scheme is not None:
-            x = lanes.spec(x.shape, body.F8)
+            x = lanes.spec(x.shape, w.input_scheme.fmt.storage)
             scale = lanes.spec((m, -(-k // cell)) if cell else (m, 1) if w.scheme.block[0] == 1 else (1, 1))
     tile = matmul_tile(m, n, k, operands=operand_kind, cell=cell, capability=capability)
 
@@ -248,7 +279,8 @@ def lowered(m, n, k, recipe, capability, dtype=jnp.bfloat16, **options):
 
 
 W8A8 = ("fp8_tensor", "fp8_channel", "fp8_block", "mxfp8")
-SERVED = [(r, c) for r in ("bf16", "fp8_w8a16", *W8A8) for c in lanes.KINDS if r not in W8A8 or c >= 89]
+ANYWHERE = ("bf16", "fp8_w8a16", "int8", "int8_w8a16")
+SERVED = [(r, c) for r in (*ANYWHERE, *W8A8) for c in lanes.KINDS if r not in W8A8 or c >= 89]
 
 
 @pytest.mark.lowering
@@ -279,6 +311,15 @@ def test_d10_no_float8_is_cast_to_bfloat16():
     for recipe in ("fp8_block", "fp8_channel", "fp8_w8a16"):
         for kernel in lowered(64, 256, 256, recipe, 90):
             assert "tt.fp_to_fp" not in kernel.text
+
+
+@pytest.mark.lowering
+def test_int8_products_are_summed_in_int32_and_weights_alone_become_16_bit():
+    [kernel, *_] = lowered(512, 4096, 4096, "int8", 90)
+    dots = [line for line in kernel.text.splitlines() if "tt.dot" in line]
+    assert dots and all("xi8>" in line and "xi32>" in line for line in dots)
+    [kernel, *_] = lowered(512, 4096, 4096, "int8_w8a16", 90)
+    assert "arith.sitofp" in kernel.text and "bf16>" in next(s for s in kernel.text.splitlines() if "tt.dot" in s)
 
 
 @pytest.mark.lowering

@@ -76,6 +76,31 @@ def test_rows_of_nobody_do_not_count_for_the_scale_of_a_tensor(m, k):
     np.testing.assert_array_equal(*(np.asarray(c)[others].view(np.uint8) for c in (codes, expected.data)))
 
 
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("block", [(1, -1), (1, 24), (-1, -1)], ids=["tokens", "groups", "tensor"])
+def test_int8_codes_whose_scale_is_nan_where_an_element_is_not_finite(block, power_of_two):
+    scheme = Scheme(format="int8", block=block, power_of_two=power_of_two)
+    call = {
+        (1, -1): kernels.quantize_tokens,
+        (1, 24): lambda x, **options: kernels.quantize_groups(x, 24, **options),
+        (-1, -1): kernels.quantize_tensor,
+    }[block]
+    for x in (activations(9, 70, jnp.bfloat16), jnp.full((2, 8200), 0.75, jnp.float32).at[1, 5].set(-1e30)):
+        code, scale = call(x, codes=jnp.int8, power_of_two=power_of_two, interpret=True)
+        expected = quantize(x, scheme)
+        np.testing.assert_array_equal(scale, expected.scale)
+        known = np.broadcast_to(
+            np.isfinite(np.repeat(scale, 24, axis=1)[:, : x.shape[1]] if block[1] == 24 else scale), x.shape
+        )
+        np.testing.assert_array_equal(np.asarray(code)[known], np.asarray(expected.data)[known])
+
+
+def test_d01_int8_rounds_to_nearest_even_and_does_not_truncate():
+    x = jnp.array([[127, 1.9, -1.9, 2.5, -127, 3.5, -0.5, 0.5]], jnp.float32)
+    code, _ = kernels.quantize_tokens(x, codes=jnp.int8, interpret=True)
+    assert code.tolist() == [[127, 2, -2, 2, -127, 4, 0, 0]]
+
+
 @pytest.mark.parametrize("rows", [False, True])
 def test_static(rows):
     x = activations(6, 40, jnp.bfloat16)
@@ -138,11 +163,19 @@ def test_they_lower_in_one_launch_and_a_large_tensor_in_two(capability):
         "tokens": kernels.quantize_tokens,
         "tensor": kernels.quantize_tensor,
         "static": lambda x: kernels.quantize_static(x, jnp.float32(1)),
+        "int8": lambda x: kernels.quantize_tokens(x, codes=jnp.int8),
     }
     launches = {
         name: [len(lanes.lower_for(call, (x,), capability)) for x in (big, small)] for name, call in calls.items()
     }
-    assert launches == {"groups": [1, 1], "pow2": [1, 1], "tokens": [1, 1], "tensor": [2, 1], "static": [1, 1]}
+    assert launches == {
+        "groups": [1, 1],
+        "pow2": [1, 1],
+        "tokens": [1, 1],
+        "tensor": [2, 1],
+        "static": [1, 1],
+        "int8": [1, 1],
+    }
 
 
 @pytest.mark.lowering
