@@ -110,7 +110,23 @@ def print_table(results: dict[str, Any]) -> None:
         extra = values.get("extra_bytes")
         more = (values.get("compile_s"), None if extra is None else extra / 1e6, values.get("clock", {}).get("mhz"))
         table.add_row(key, *(_number(values[c]) for c in COLUMNS), share, *map(_number, more))
-    Console(width=160).print(table)
+    console = Console(width=160)
+    console.print(table)
+    for name, ratios in costs(results["rows"]).items():
+        console.print(
+            f"{name} takes, of the plain call's time: {', '.join(f'{t}: {r:.2f}' for t, r in ratios.items())}"
+        )
+
+
+def costs(rows: dict[str, Row]) -> dict[str, dict[str, float]]:
+    """Of each "layer/recipe+way", by row count, its time as a multiple of that of "layer/recipe"."""
+    found: dict[str, dict[str, float]] = {}
+    for key, row in rows.items():
+        name, _, tokens = key.rpartition("/")
+        plain = rows.get(f"{name.split('+')[0]}/{tokens}")
+        if "+" in name and plain is not None and row["us"] and plain["us"]:
+            found.setdefault(name, {})[tokens] = row["us"] / plain["us"]
+    return found
 
 
 def _number(value: float | None) -> str:

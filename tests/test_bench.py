@@ -305,3 +305,11 @@ def test_bytes_of_a_weight_and_the_ceiling_of_its_products(recipe, count, ceilin
 def test_a_recipe_without_kernels_here_has_no_rows(benchmark, small_layers, capsys):
     assert list(benchmark.rows("small", "int4:group=8", [1], CEILINGS)) == []
     assert "small/int4:group=8: implementation='triton' cannot serve" in capsys.readouterr().out
+
+
+def test_what_a_way_of_calling_costs(capsys):
+    us = {"a/fp8_block/1": 10.0, "a/fp8_block+batch_invariant/1": 12.5, "a/fp8_block+batch_invariant/8": 30.0}
+    results = report.result(CEILINGS, {key: measured(us=value) for key, value in us.items()})
+    assert report.costs(results["rows"]) == {"a/fp8_block+batch_invariant": {"1": 1.25}}  # no plain call of 8
+    report.print_table(results)
+    assert "a/fp8_block+batch_invariant takes, of the plain call's time: 1: 1.25" in capsys.readouterr().out
