@@ -102,17 +102,25 @@ def table(entries: Iterable[Entry]) -> Table:
 
 
 def nearest(entries: Iterable[Entry], tokens: int) -> Entry | None:
-    """The entry whose row count is the nearest by ratio, and at most ``NEAREST`` times off; of two the larger."""
+    """The entry whose row count is the nearest by ratio, and at most ``NEAREST`` times off; of two the larger.
+
+    What works a slot at a time serves no more tokens than it was measured at: its time grows with each.
+    """
     if tokens < 1:
         return None
 
     def distance(entry: Entry) -> tuple[float, int]:
         return abs(math.log(entry.tokens / tokens)), -entry.tokens
 
-    best = min(entries, key=distance, default=None)
+    serving = [entry for entry in entries if tokens <= entry.tokens or not _single(entry.tiles)]
+    best = min(serving, key=distance, default=None)
     if best is None or max(best.tokens, tokens) > NEAREST * min(best.tokens, tokens):
         return None
     return best
+
+
+def _single(tiles: Tiles) -> bool:
+    return isinstance(tiles, MoETiles) and tiles.single
 
 
 @functools.cache

@@ -98,6 +98,12 @@ def test_of_two_that_are_as_near_the_larger_wins():
     assert table.nearest([entry(tokens=8), entry(tokens=32)], 16).tokens == 32
 
 
+def test_a_slot_at_a_time_is_for_no_more_tokens_than_it_was_measured_at():
+    entries = [entry(MOE, tokens, MoETiles(first=TILE, second=TILE, single=tokens <= 8)) for tokens in (1, 8, 32)]
+    found = {tokens: table.nearest(entries, tokens).tokens for tokens in (1, 2, 5, 8, 9, 40)}
+    assert found == {1: 1, 2: 8, 5: 8, 8: 8, 9: 32, 40: 32}
+
+
 @pytest.mark.parametrize(
     "text, message",
     [
