@@ -1,7 +1,10 @@
-"""Settings of the whole suite: the device lane, threads, simulated devices, hypothesis, and the shared data."""
+"""Settings of the whole suite: lanes, how XLA compiles, simulated devices, hypothesis, and the shared data."""
 
+import importlib.metadata
 import os
 import re
+import shutil
+import tempfile
 from pathlib import Path
 
 import hypothesis
@@ -17,18 +20,22 @@ hypothesis.settings.register_profile("ci", hypothesis.settings.get_profile("loca
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
-def gpu_lane(config: pytest.Config) -> bool:
-    """Whether -m chooses tests that need a CUDA device."""
-    return re.search(r"(?<!not )\bgpu\b", config.getoption("markexpr")) is not None
+def lane(config: pytest.Config, marker: str) -> bool:
+    """Whether -m chooses tests of that marker."""
+    return re.search(rf"(?<!not )\b{marker}\b", config.getoption("markexpr")) is not None
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # JAX reads these once: JAX_PLATFORMS when it is imported, which no plugin does, and XLA_FLAGS at its first device.
-    if gpu_lane(config):
+    # JAX reads these once: its own settings when it is imported, which no plugin does, and XLA_FLAGS at its first
+    # device.
+    if lane(config, "gpu"):
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         return
     os.environ["JAX_PLATFORMS"] = "cpu"
     flags = {"xla_force_host_platform_device_count": "4"}
+    if not lane(config, "aot"):  # its GPU code is what users run
+        flags |= quick_compilation()
+        share_compiled_functions(config)
     if config.getoption("numprocesses", None) or "PYTEST_XDIST_WORKER" in os.environ:
         # The processes share the cores already. Workers inherit the controller's environment, so NumPy sees it too.
         flags["xla_cpu_multi_thread_eigen"] = "false"
@@ -38,10 +45,29 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["XLA_FLAGS"] = " ".join([given, *(f"--{k}={v}" for k, v in flags.items() if k not in given)]).strip()
 
 
+def quick_compilation() -> dict[str, str]:
+    """Flags that take half of the suite's time: what XLA makes of a function is the same, LLVM's work on it is less."""
+    flags = {"xla_backend_optimization_level": "0"}
+    if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones have no other emitters
+        flags["xla_cpu_use_fusion_emitters"] = "false"
+    return flags
+
+
+def share_compiled_functions(config: pytest.Config) -> None:
+    """Lets every process of a run, and every test of a process, take a function that one of them has compiled."""
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:  # the user's, or from the controller of this worker
+        return
+    folder = tempfile.mkdtemp(prefix="jmoe-tests-")
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is None:
         return
-    if not gpu_lane(item.config):
+    if not lane(item.config, "gpu"):
         pytest.skip("needs a CUDA device; -m gpu chooses these tests")
     import jax
 
