@@ -79,6 +79,9 @@ def small_layers(monkeypatch):
     monkeypatch.setattr(timing, "ceilings", lambda: CEILINGS)
     monkeypatch.setattr(linear, "LAYERS", {"small": (32, 64)})
     monkeypatch.setattr(moe, "LAYERS", {"small": (16, 8, 4, 2)})
+    monkeypatch.setattr(moe, "DEPTH", 2)
+    monkeypatch.setattr(moe, "_CALLS", 2)
+    monkeypatch.setattr(timing, "REST", 0)
 
 
 @pytest.mark.parametrize("benchmark, recipe", [(linear, "xla-bf16"), (moe, "ragged-bf16")])
