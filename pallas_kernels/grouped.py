@@ -29,9 +29,6 @@ from pallas_kernels.tuning.heuristics import MatmulTile
 WHOLE = -1
 """Extent of a scale's block that is the whole axis."""
 
-_STEPS_A_TURN = 2
-"""Steps of K in a turn of the loop over a run of tiles, if they divide evenly."""
-
 
 class Weights(NamedTuple):
     """Experts' weights of one product; arrays outside a kernel, refs inside.
@@ -244,30 +241,21 @@ def for_tiles(x: Input, w: Weights, block: Block, at: At, product: Product, fini
     if tile.run == 1:
         finish(at, _sums(x, w, block, at, product, steps))
         return
-    # One loop over the steps of all tiles, so that the pipeline of loads does not run dry between two.
+    # x is read once, and one loop is over tiles: its pipeline of loads does not run dry between two of them.
     masked = steps.whole < steps.count
-    a_turn = next(n for n in (_STEPS_A_TURN, 1) if steps.count % n == 0)
-    turns = steps.count // a_turn
+    parts = range(steps.count)
+    operands = [_operand(x, block, product, steps, jnp.int32(i), masked=masked) for i in parts]
+
+    def make(number: Array, carry: None) -> None:
+        here = at._replace(tile=at.tile + number)
+        sums = _zeros(w, product)
+        for i in parts:
+            sums = _step(operands[i], w, block, here, product, steps, jnp.int32(i), sums, masked=masked)
+        finish(here, sums)
+
     tiles = product.tiles(w.data.shape[3])
     count = tile.run if tiles % tile.run == 0 else jnp.minimum(tile.run, tiles - at.tile)
-    operand = functools.partial(_operand, x, block, product, steps, masked=masked)
-    kept = [operand(jnp.int32(i)) for i in range(a_turn)] if turns == 1 else None
-
-    def turn(i: Array, sums: Sums) -> Sums:
-        number = body.div(i, turns)
-        step = (i - number * turns) * a_turn
-        here = at._replace(tile=at.tile + number)
-        sums = _zeros(w, product) if turns == 1 else [jnp.where(step == 0, 0, total) for total in sums]
-        for part in range(a_turn):
-            left = operand(step + part) if kept is None else kept[part]
-            sums = _step(left, w, block, here, product, steps, step + part, sums, masked=masked)
-        if turns == 1:
-            finish(here, sums)
-            return []
-        pl.when(step == (turns - 1) * a_turn)(lambda: finish(here, sums))
-        return sums
-
-    lowering.loop(count * turns, turn, [] if turns == 1 else _zeros(w, product))
+    lowering.loop(count, make, None)
 
 
 def _zeros(w: Weights, product: Product) -> Sums:

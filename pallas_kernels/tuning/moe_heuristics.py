@@ -77,7 +77,7 @@ def moe_tiles(
     # they leave none for a masked last step.
     tall = capability >= 90 and operands in ("fp8", "16bit")
     tall = tall and not (promoted and (capability >= 100 or hidden % _STEP[operands]))
-    block_m = 64 if batch_invariant else _block_m(rows, tall)
+    block_m = 64 if batch_invariant else _block_m(rows, tall, 40 if promoted and capability == 90 else 24)
     first_n = group if group in (32, 64, 128) else 128 if operands != "32bit" else 32
     swap = operands != "32bit" and (block_m <= 32 or (operands == "w8a16" and capability >= 90))
     first = MatmulTile(
@@ -96,22 +96,37 @@ def moe_tiles(
         num_stages=5 if block_m <= 32 and intermediate > 2048 else 3,
         swap=swap,
     )
-    wide = block_m >= 64 or intermediate <= 1024
-    if promoted and capability == 90 and wide and not (hidden % 256 or intermediate % 128):
-        # Enough warps for the tensor core to be busy while others promote: sixteen, or two programs of eight. Short
-        # products of few rows gain from a program's width.
-        warps, stages = (16, 3) if block_m == 128 else (8, 2)
-        second = replace(second, block_n=256, num_warps=warps, num_stages=stages, pieces=2)
+    if promoted and capability == 90:
+        if block_m == 16 and slots <= experts:
+            # Every program reads weights of its own: many small ones at a time, or few that read far ahead.
+            many = slots * -(-intermediate // first_n) >= 2 * sm_count
+            first = replace(first, num_warps=8 if many else 4, num_stages=2 if many else 4)
+        second = _second_on_hopper(second, hidden, intermediate)
     return MoETiles(first=_fitted(first, halves, operands, capability), second=_fitted(second, 1, operands, capability))
 
 
-def _block_m(rows: int, tall: bool) -> int:
-    """Rows of a block for so many rows an expert on average; 128 only where ``tall``."""
+def _block_m(rows: int, tall: bool, few: int) -> int:
+    """Rows of a block for so many rows an expert on average; 32 up to ``few``, 128 only where ``tall``."""
     if rows <= 8:
         return 16
-    if rows <= 24:
+    if rows <= few:
         return 32
     return 128 if tall and rows >= 512 else 64
+
+
+def _second_on_hopper(tile: MatmulTile, hidden: int, intermediate: int) -> MatmulTile:
+    """The second product's tile where sums are promoted, as measured on an H200."""
+    if intermediate <= 2 * tile.block_k and tile.block_m <= 64:
+        # Too short to fill a pipeline of loads, which a run of tiles does.
+        run = min(7 if tile.block_m == 16 else 14, -(-hidden // tile.block_n))
+        return replace(tile, num_warps=4, num_stages=2 if tile.block_m == 64 else 3, run=run)
+    if hidden % 256 or intermediate % 128:
+        return tile
+    if tile.block_m <= 32:
+        return tile if intermediate > 1024 else replace(tile, block_n=256, num_warps=8, num_stages=3, pieces=2)
+    # Enough warps for the tensor core to be busy while others promote: sixteen, or two programs of eight.
+    warps, stages = (16, 3) if tile.block_m == 128 else (8, 2)
+    return replace(tile, block_n=256, num_warps=warps, num_stages=stages, pieces=2)
 
 
 def _vector_tiles(
