@@ -14,7 +14,7 @@ import numpy as np
 from jmoe.arguments import check_type
 from jmoe.checkpoint.experts import Experts, expert_prefix, experts_of, group_experts
 from jmoe.checkpoint.fused import show_each_expert
-from jmoe.checkpoint.methods import CheckpointError, Method, method_for, modelopt
+from jmoe.checkpoint.methods import CheckpointError, Method, method_for, modelopt, mxfp4
 from jmoe.checkpoint.methods.base import Files, present_leaves
 from jmoe.checkpoint.safetensors import ClosedOnExit, SafetensorsFile, SafetensorsIndex, TensorInfo, open_safetensors
 from jmoe.checkpoint.safetensors_header import MAX_JSON_BYTES, parse_json
@@ -60,6 +60,8 @@ def open(path: str | os.PathLike[str]) -> "Checkpoint":
         raise CheckpointError(f"{folder}: holds no {CONFIG_FILE}, expected one beside the weights")
     config = _read_json(folder / CONFIG_FILE)
     found = _find_quantization(folder, config)
+    if found.name == "none" and mxfp4.has_openai_names(files.tensors):
+        found = replace(found, name="mxfp4")
     return Checkpoint(folder, config, found, method_for(found.name, found.settings, found.where), files)
 
 
@@ -304,7 +306,7 @@ def _find_quantization(folder: Path, config: Mapping[str, Any]) -> _Quantization
 def _with_side_file(folder: Path, found: _Quantization) -> _Quantization:
     """ModelOpt's configuration is in two places at once, and one of them may say more."""
     side = folder / modelopt.SIDE_FILE
-    if found.name != "modelopt" or not side.is_file():
+    if (found.name != "modelopt" and "quant_algo" not in found.settings) or not side.is_file():
         return found
     settings = _read_json(side)
     try:

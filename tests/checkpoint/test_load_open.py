@@ -102,7 +102,7 @@ def test_unsupported_methods_name_themselves_and_the_known_ones(shared):
         ({"weight_block_size": [0, 128]}, "weight_block_size [0, 128]"),
         ({"weight_block_size": None, "scale_fmt": "ue8m0"}, "scale_fmt 'ue8m0' without weight_block_size"),
         ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert 'lm_head', expected a list"),
-        ({"quant_algo": "MIXED_PRECISION"}, "quant_algo 'MIXED_PRECISION', a mixture that is not supported"),
+        ({"quant_algo": "NVFP4"}, "quant_algo 'NVFP4', expected 'MIXED_PRECISION' or none"),
     ],
 )
 def test_settings_of_fp8_that_it_does_not_have_are_refused(write_checkpoint, changes, says):

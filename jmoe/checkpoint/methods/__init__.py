@@ -4,7 +4,7 @@ One file a method, each entered under the name that ``quant_method`` has in a ch
 models. A method of one's own is a subclass of `Method` under the decorator `register`.
 """
 
-from jmoe.checkpoint.methods import compressed_tensors, fp8, modelopt, mxfp4, mxfp8, none
+from jmoe.checkpoint.methods import compressed_tensors, fbgemm_fp8, fp8, modelopt, mxfp4, mxfp8, none
 from jmoe.checkpoint.methods.base import (
     CheckpointError,
     HostWeight,
@@ -21,6 +21,7 @@ __all__ = [
     "Method",
     "Tensors",
     "compressed_tensors",
+    "fbgemm_fp8",
     "fp8",
     "known_methods",
     "method_for",

@@ -7,6 +7,10 @@ obeyed for activations.
 
 DeepSeek-V4 has experts in MXFP4 among them: ``weight`` I8 (N, K/2), two e2m1 codes a byte, low nibble first, and
 ``scale`` F8_E8M0 (N, K/32). Which module is such a one, its tensors say; activations are those of all others.
+
+Model Optimizer adds NVFP4 and its other formats: with ``quant_algo`` MIXED_PRECISION the modules of
+``quantized_layers`` are as `jmoe.checkpoint.methods.modelopt` has them, and all else stays as described here, also what
+its ``ignore`` lists.
 """
 
 from collections.abc import Collection, Mapping
@@ -21,6 +25,7 @@ from jmoe.checkpoint.methods.base import (
     Method,
     ModuleList,
     Tensors,
+    check_keys,
     host_qtensor,
     list_of_names,
     present_leaves,
@@ -30,6 +35,7 @@ from jmoe.checkpoint.methods.base import (
     require_groups,
     where,
 )
+from jmoe.checkpoint.methods.modelopt import ModelOpt
 from jmoe.checkpoint.methods.none import unquantized_recipe
 from jmoe.checkpoint.safetensors import TensorInfo
 from jmoe.qtensor import scale_grid
@@ -39,15 +45,36 @@ _WEIGHT_SCALES = ("weight_scale_inv", "weight_scale", "scale")
 _INPUT_SCALES = ("input_scale", "activation_scale")
 _IGNORE_KEYS = ("ignored_layers", "modules_to_not_convert")
 _PER_TENSOR: Block = (-1, -1)
+_MIXED = "MIXED_PRECISION"
+_KEYS = (
+    *("quant_method", "activation_scheme", "fmt", "scale_fmt", "weight_block_size", *_IGNORE_KEYS),
+    *("modules_to_convert", "dequantize", "kv_cache_scheme"),
+)
+# What Model Optimizer writes besides.
+_MIXED_KEYS = (
+    *("quant_algo", "moe_quant_algo", "quantized_layers", "ignore", "exclude_modules", "group_size", "config_groups"),
+    *("kv_cache_quant_algo", "producer", "quantization"),
+)
 
 
 @register("fp8")
 class Fp8(Method):
     """E4M3 weights in blocks or per tensor, activations e4m3 too, their scales measured or (per tensor) given."""
 
-    leaves = ("weight", *_WEIGHT_SCALES, *_INPUT_SCALES)
+    leaves: tuple[str, ...] = ("weight", *_WEIGHT_SCALES, *_INPUT_SCALES)
 
-    def __init__(self, *, block: Block, static: bool, power_of_two: bool, ignored: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        *,
+        block: Block,
+        static: bool,
+        power_of_two: bool,
+        ignored: Mapping[str, str],
+        others: ModelOpt | None = None,
+    ) -> None:
+        self._others = others
+        if others is not None:
+            self.leaves = tuple(dict.fromkeys((*self.leaves, *others.leaves)))
         self._block = block
         self._static = static
         self._ignored = ModuleList(ignored)
@@ -59,8 +86,14 @@ class Fp8(Method):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
+        others = None
         if (algo := config.get("quant_algo")) is not None:
-            raise CheckpointError(f"has quant_method 'fp8' with quant_algo {algo!r}, a mixture that is not supported")
+            if not isinstance(algo, str) or algo.upper() != _MIXED:
+                raise CheckpointError(f"has quant_method 'fp8' with quant_algo {algo!r}, expected {_MIXED!r} or none")
+            check_keys(config, (*_KEYS, *_MIXED_KEYS))
+            others = ModelOpt.from_config({"quant_algo": algo, "quantized_layers": config.get("quantized_layers")})
+        else:
+            check_keys(config, _KEYS)
         if (fmt := config.get("fmt") or "e4m3") not in ("e4m3", "float8_e4m3fn"):
             raise CheckpointError(f"has fmt {fmt!r}, expected 'e4m3'")
         if (scale_fmt := config.get("scale_fmt")) not in (None, "float", "ue8m0"):
@@ -78,17 +111,30 @@ class Fp8(Method):
         ignored: dict[str, str] = {}
         for key in _IGNORE_KEYS:
             ignored.update(dict.fromkeys(list_of_names(config, key), key))
-        return cls(block=block, static=scheme == "static", power_of_two=scale_fmt == "ue8m0", ignored=ignored)
+        return cls(
+            block=block, static=scheme == "static", power_of_two=scale_fmt == "ue8m0", ignored=ignored, others=others
+        )
 
     def is_quantized(self, leaves: Collection[str]) -> bool:
         # A norm's only parameter, or a KV cache's, may be called scale as well.
         return not {"weight_scale_inv", "weight_scale"}.isdisjoint(leaves) or {"scale", "weight"} <= set(leaves)
+
+    def _other(self, module: str) -> ModelOpt | None:
+        """Whose format the module has, where it is not this one's."""
+        return self._others if self._others is not None and self._others.lists(module) else None
 
     def ignored_by(self, module: str) -> str | None:
         entry = self._ignored.find(module)
         return None if entry is None else f"{self._keys[entry]} entry {entry!r}"
 
     def recipe_for(self, module: str, present: Mapping[str, TensorInfo]) -> Recipe:
+        if (other := self._other(module)) is not None:
+            return other.recipe_for(module, present)
+        if "weight_scale_2" in present:
+            raise CheckpointError(
+                f"{where(present['weight_scale_2'])} is a scale of NVFP4, but the configuration's quantized_layers do "
+                "not list its module"
+            )
         scale = _only(present, _WEIGHT_SCALES)
         weight = present.get("weight")
         if scale is None:
@@ -137,9 +183,11 @@ class Fp8(Method):
 
     def shape_for(self, module: str, present: Mapping[str, TensorInfo]) -> tuple[int, ...]:
         *batch, k = present["weight"].shape
-        return (*batch, 2 * k) if present["weight"].dtype == "I8" else (*batch, k)
+        return (*batch, 2 * k) if present["weight"].dtype in ("I8", "U8") else (*batch, k)
 
     def load_weight(self, tensors: Tensors, module: str) -> HostWeight:
+        if (other := self._other(module)) is not None:
+            return other.load_weight(tensors, module)
         present = present_leaves(tensors.tensors, module, self.leaves)
         found = self.recipe_for(module, present)
         data = tensors.read(f"{module}.weight")
@@ -152,6 +200,8 @@ class Fp8(Method):
         return host_qtensor(data.view(found.weight.fmt.storage), grid, found.weight, found.input)
 
     def load_input_scale(self, tensors: Tensors, module: str) -> np.float32 | None:
+        if (other := self._other(module)) is not None:
+            return other.load_input_scale(tensors, module)
         present = present_leaves(tensors.tensors, module, self.leaves)
         if self.recipe_for(module, present).input is None or not self._static:
             return None

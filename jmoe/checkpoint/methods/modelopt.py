@@ -11,7 +11,8 @@
 
 All scales multiply. FP8_PB_WO ("weight only") leaves activations as they are; FP8_BLOCK_SCALES, TensorRT-LLM's name,
 quantises them too. The configuration is that of ``hf_quant_config.json`` (settings under ``quantization``), of
-``config.json``, or both; with MIXED_PRECISION its ``quantized_layers`` give every layer its quant_algo.
+``config.json``, or both; with MIXED_PRECISION its ``quantized_layers`` give every layer its quant_algo. Experts may be
+in one tensor a layer (`jmoe.checkpoint.methods.stacked`).
 
 Source: the files that Model Optimizer writes.
 """
@@ -25,9 +26,11 @@ from typing import Any, Self
 
 import numpy as np
 
+from jmoe.checkpoint.methods import stacked
 from jmoe.checkpoint.methods.base import (
     SCALE_DTYPES,
     CheckpointError,
+    Files,
     HostWeight,
     Method,
     Tensors,
@@ -57,6 +60,7 @@ _KEYS = (
     *("kv_cache_quant_algo", "kv_cache_scheme", *_IGNORE_KEYS),
 )
 _FLOAT_SCALES = ("F32", "BF16", "F16")
+_STACKED = {f"_{leaf}": leaf for leaf in ("weight_scale", "weight_scale_2", "input_scale")}
 _BLOCK = 128
 
 
@@ -125,8 +129,15 @@ class ModelOpt(Method):
             )
         return cls(None, {name: _layer_algo(name, layer) for name, layer in layers.items()}, ignored)
 
+    def view(self, files: Files) -> Files:
+        return stacked.show_each_expert(files, _STACKED)
+
     def is_quantized(self, leaves: Collection[str]) -> bool:
         return not {"weight_scale", "weight_scale_2"}.isdisjoint(leaves)
+
+    def lists(self, module: str) -> bool:
+        """Whether quantized_layers has the module, or one that it belongs to."""
+        return self._listed(module) is not None
 
     def ignored_by(self, module: str) -> str | None:
         if self._uniform is None:

@@ -4,13 +4,14 @@ gpt-oss has all experts of a layer in one tensor, with blocks apart: ``experts.g
 ``_scales`` (E, 2I, H/32), ``_bias`` (E, 2I), and ``down_proj_*`` likewise. Rows of gate and up alternate, gate first.
 They are shown as tensors of each expert, ``experts.<e>.gate_proj.weight`` and so on, as other models have them in their
 files: ``weight`` (N, K/2), two codes a byte, low nibble first, and ``weight_scale`` (N, K/32). Which of the two a file
-has, its tensors say: it occurs under any ``model_type``.
+has, its tensors say: it occurs under any ``model_type``. OpenAI's own files of gpt-oss have other names for the same,
+``mlp.mlp1_weight.blocks``, ``.scales``, ``mlp.mlp1_bias`` and ``mlp2_*``, and no configuration of the quantization.
 
 Source: the published checkpoints; OCP Microscaling Formats (MX) 1.0.
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Self
 
 from jmoe.checkpoint.methods.base import (
@@ -41,6 +42,8 @@ _KEYS = ("quant_method", "dequantize", *_IGNORE_KEYS)
 _FUSED = re.compile(
     r"(?P<prefix>(?:.+\.)?experts)\.(?P<projection>gate_up_proj|down_proj)_(?P<kind>blocks|scales|bias)"
 )
+_OPENAI = re.compile(r"(?P<layer>(?:.+\.)?mlp)\.(?P<projection>mlp[12])_(?:weight\.(?P<kind>blocks|scales)|bias)")
+_OPENAI_PROJECTIONS = {"mlp1": "gate_up_proj", "mlp2": "down_proj"}
 _LEAVES = {"blocks": "weight", "scales": "weight_scale", "bias": "bias"}
 
 
@@ -111,20 +114,32 @@ def check_mxfp4(module: str, weight: TensorInfo | None, scale: TensorInfo) -> No
     require_groups(weight, scale, GROUP)
 
 
+def has_openai_names(names: Iterable[str]) -> bool:
+    """Whether tensors are named as in OpenAI's own files of gpt-oss, whose configuration says nothing of MXFP4."""
+    return any((match := _OPENAI.fullmatch(name)) and match["kind"] == "blocks" for name in names)
+
+
 def _parts(files: Files) -> Iterator[Part]:
     """The parts of every tensor that holds the experts of a layer."""
     for name in files.tensors:
         if match := _FUSED.fullmatch(name):
-            yield from _parts_of(files, match)
+            prefix, projection, kind = match.groups()
+            yield from _parts_of(files, name, prefix, projection, kind, f"{prefix}.{projection}_")
+        elif match := _OPENAI.fullmatch(name):
+            layer, projection, kind = match.groups()
+            base = f"{layer}.{projection}_weight."
+            if kind is not None or f"{base}blocks" in files.tensors:  # other models may have an mlp1_bias
+                shown = _OPENAI_PROJECTIONS[projection]
+                yield from _parts_of(files, name, f"{layer}.experts", shown, kind or "bias", base)
 
 
-def _parts_of(files: Files, match: re.Match[str]) -> Iterator[Part]:
-    prefix, projection, kind = match.groups()
-    info = files.tensors[match[0]]
-    blocks = f"{prefix}.{projection}_blocks"
+def _parts_of(files: Files, name: str, prefix: str, projection: str, kind: str, base: str) -> Iterator[Part]:
+    """The parts of one such tensor; ``base`` is what its ``blocks`` and ``scales`` begin with."""
+    info = files.tensors[name]
+    blocks = f"{base}blocks"
     if blocks not in files.tensors:
         raise CheckpointError(f"{where(info)} belongs to {blocks!r}, which is missing")
-    if kind == "blocks" and (scales := f"{prefix}.{projection}_scales") not in files.tensors:
+    if kind == "blocks" and (scales := f"{base}scales") not in files.tensors:
         raise CheckpointError(f"{where(info)} holds codes, but their scales {scales!r} are missing")
     of = files.tensors[blocks].shape
     if len(of) != 4 or of[3] != GROUP // 2:
@@ -143,4 +158,4 @@ def _parts_of(files: Files, match: re.Match[str]) -> Iterator[Part]:
         for start, half in enumerate(halves):
             shown = f"{prefix}.{expert}.{half}.{_LEAVES[kind]}"
             alternate = slice(None) if len(halves) == 1 else slice(start, None, len(halves))
-            yield Part(shown, match[0], expert, alternate, shape)
+            yield Part(shown, name, expert, alternate, shape)

@@ -23,6 +23,7 @@ _QUANTIZED_LEAVES = frozenset(
     {
         *("SCB", "qweight", "weight_packed", "weight_scale", "weight_scale_2", "weight_scale_inv"),
         *("gate_up_proj_blocks", "down_proj_blocks"),
+        *("gate_up_proj_scale", "down_proj_scale", "gate_up_proj_weight_scale", "down_proj_weight_scale"),
     }
 )
 

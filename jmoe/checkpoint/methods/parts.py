@@ -17,7 +17,7 @@ class Part:
     Attributes:
       name: what it is shown as.
       whole: the tensor's name in the file.
-      entry: which entry.
+      entry: which entry; None is all of a tensor that several share, such as a scale.
       rows: of the entry.
       shape: of the part, which the rows are reshaped to.
       transposed: whether the entry is (K, N).
@@ -25,7 +25,7 @@ class Part:
 
     name: str
     whole: str
-    entry: int
+    entry: int | None
     rows: slice
     shape: tuple[int, ...]
     transposed: bool = False
@@ -75,6 +75,8 @@ class FilesInParts(Mapping[str, TensorInfo]):
             return self._files.tensors[name]
         part = self._parts[name]
         whole = self._files.tensors[part.whole]
+        if part.entry is None:
+            return PartInfo(part.whole, whole.dtype, part.shape, whole.file, whole.start, whole.stop)
         columns = ", :" if part.transposed and part.rows != slice(None) else ""
         rows = columns + _shown(part.rows)
         size = whole.nbytes // whole.shape[0]
@@ -96,7 +98,12 @@ class FilesInParts(Mapping[str, TensorInfo]):
         if name not in self._parts:
             return self._files.read(name)
         part = self._parts[name]
-        entry = self._files.read(part.whole)[part.entry]
+        whole = self._files.read(part.whole)
+        if part.entry is None:
+            return whole.reshape(part.shape)
+        entry = np.asarray(whole[part.entry])  # a scalar is no array
+        if not entry.ndim:
+            return entry
         return (entry.T if part.transposed else entry)[part.rows].reshape(part.shape)
 
     def release(self, name: str) -> None:
