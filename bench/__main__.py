@@ -16,9 +16,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("benchmark", choices=BENCHMARKS)
     ways = f"with ways behind plus signs, such as fp8_block+zipf: {', '.join(variants.WAYS)}"
-    parser.add_argument("--recipes", help=f"comma-separated; {ways}; all by default")
+    parser.add_argument("--recipes", help=f"comma-separated; {ways}; the usual ones by default")
     parser.add_argument("--routing", default="uniform", help="of experts: uniform, zipf, or both with a comma between")
-    parser.add_argument("--layers", help="comma-separated names of layers; all by default")
+    parser.add_argument("--layers", help="comma-separated names of layers; the usual ones by default")
     parser.add_argument("--tokens", help="comma-separated row counts; all by default")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
     parser.add_argument("--label", default="", help="added to the files' names, so that a part keeps the whole")
@@ -33,7 +33,7 @@ def main() -> None:
 
     def chosen(option: str, known: Iterable[Any], kind: Callable[[str], Any] = str) -> list[Any]:
         text = getattr(given, option)
-        names = list(known) if text is None else text.split(",")
+        names = getattr(benchmark, "USUAL", {}).get(option, tuple(known)) if text is None else text.split(",")
         try:
             values = [kind(name) for name in names]
         except ValueError:

@@ -41,6 +41,11 @@ RECIPES = (
     "nvfp4_w4a16",
 )
 WAYS = ("batch_invariant", "exact", "fast")
+USUAL = {
+    "layers": ("8192x8192", "llama3-8b-gate-up", "gpt-oss-qkv"),
+    "recipes": ("xla-bf16", "torch-fp8", "bf16", "fp8_tensor", "fp8_channel", "fp8_block", "fp8_w8a16"),
+}
+"""What is measured where nothing is chosen."""
 TOKENS = (1, 16, 64, 512, 4096)
 
 _CACHE = 1e8

@@ -45,7 +45,20 @@ RECIPES = (
     *PEERS,
 )
 WAYS = ("zipf", "batch_invariant", "exact", "fast")
-TOKENS = (1, 8, 64, 512, 2048, 8192)
+USUAL = {
+    "layers": ("dsv3", "dsv3-tp8", "qwen3-30b", "mixtral"),
+    "recipes": (
+        "fp8_block",
+        "fp8_block+zipf",
+        "fp8_block+batch_invariant",
+        "fp8_channel",
+        "fp8_tensor",
+        "bf16",
+        *PEERS,
+    ),
+}
+"""What is measured where nothing is chosen."""
+TOKENS = (1, 8, 32, 128, 512, 2048, 8192)
 
 DEPTH = 4
 _CALLS = 8

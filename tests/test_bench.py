@@ -79,6 +79,8 @@ def small_layers(monkeypatch):
     monkeypatch.setattr(timing, "ceilings", lambda: CEILINGS)
     monkeypatch.setattr(linear, "LAYERS", {"small": (32, 64)})
     monkeypatch.setattr(moe, "LAYERS", {"small": (16, 8, 4, 2)})
+    for benchmark in (linear, moe):
+        monkeypatch.setitem(benchmark.USUAL, "layers", ("small",))
     monkeypatch.setattr(moe, "DEPTH", 2)
     monkeypatch.setattr(moe, "_CALLS", 2)
     monkeypatch.setattr(timing, "REST", 0)
@@ -316,3 +318,11 @@ def test_what_a_way_of_calling_costs(capsys):
     assert report.costs(results["rows"]) == {"a/fp8_block+batch_invariant": {"1": 1.25}}  # no plain call of 8
     report.print_table(results)
     assert "a/fp8_block+batch_invariant takes, of the plain call's time: 1: 1.25" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("benchmark", [linear, moe])
+def test_the_usual_is_among_the_known(benchmark):
+    assert set(benchmark.USUAL["layers"]) <= set(benchmark.LAYERS)
+    assert set(benchmark.USUAL["recipes"]) <= set(benchmark.RECIPES)
+    for recipe in benchmark.RECIPES:
+        assert variants.is_known(recipe, benchmark.RECIPES, benchmark.WAYS)
