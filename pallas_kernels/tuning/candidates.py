@@ -132,15 +132,13 @@ _SHORT = 8
 """Steps of K up to which it may pay that a program makes several tiles."""
 
 
-def _space(
-    base: MatmulTile, heights: Iterable[int], problem: Problem, *, splits: bool, groups: Iterable[int]
-) -> Iterator[MatmulTile]:
-    """Legal tiles of those heights."""
+def _space(base: MatmulTile, heights: Iterable[int], problem: Problem, *, splits: bool) -> Iterator[MatmulTile]:
+    """Legal tiles of those heights; what is not varied is as in ``base``."""
     widths = (problem.columns,) if problem.columns is not None else (64, 128, 256)
     steps = sorted({base.block_k, max(32, base.block_k // 2)}, reverse=True)
     parts = (1, 2, 4, 8, 16) if splits else (1,)
     pieces = (1, 2) if problem.promoted and problem.halves == 1 else (1,)
-    for block_m, block_n, block_k, group in itertools.product(heights, widths, steps, groups):
+    for block_m, block_n, block_k in itertools.product(heights, widths, steps):
         runs = _runs(base, block_n, problem)
         for warps, stages, split, piece, run in itertools.product((4, 8, 16), (2, 3, 4, 5), parts, pieces, runs):
             for swap in _orientations(block_m, problem):
@@ -151,7 +149,6 @@ def _space(
                     block_k=block_k,
                     num_warps=warps,
                     num_stages=stages,
-                    group=group,
                     split_k=split,
                     swap=swap,
                     pieces=piece,
@@ -181,7 +178,7 @@ def _orientations(block_m: int, problem: Problem) -> tuple[bool, ...]:
 
 
 def _best(base: MatmulTile, space: Iterable[MatmulTile], problem: Problem, count: int) -> list[MatmulTile]:
-    """``base``, and the best others, each of another kind: what differs in stages or order alone is one kind."""
+    """``base``, and the best others, each of another kind: what differs in stages or steps alone is one kind."""
 
     def rank(tile: MatmulTile) -> tuple[float, int]:
         changed = sum(getattr(tile, name) != getattr(base, name) for name in ("num_warps", "block_k", "swap", "pieces"))
@@ -190,7 +187,7 @@ def _best(base: MatmulTile, space: Iterable[MatmulTile], problem: Problem, count
 
     found, kinds = [base], set()
     for tile in sorted(space, key=rank):
-        kind = replace(tile, num_stages=1, group=1, block_k=1)
+        kind = replace(tile, num_stages=1, block_k=1)
         if len(found) < count and tile != base and kind not in kinds:
             kinds.add(kind)
             found.append(tile)
@@ -201,7 +198,7 @@ def matmul_candidates(base: MatmulTile, problem: Problem, count: int) -> list[Ma
     """At most ``count`` tiles of a dense product, the heuristic's ``base`` first."""
     few = problem.m <= 64
     heights = {base.block_m, *((max(16, _power_of_two(problem.m)),) if few else (64, 128))}
-    return _best(base, _space(base, sorted(heights), problem, splits=few, groups=(base.group,)), problem, count)
+    return _best(base, _space(base, sorted(heights), problem, splits=few), problem, count)
 
 
 def packed_candidates(base: MatmulTile, problem: Problem, count: int) -> list[MatmulTile]:
@@ -258,8 +255,7 @@ def moe_candidates(
         elif packed:
             tiles.append(packed_candidates(tile, problem, own))
         else:
-            space = _space(tile, (tile.block_m,), problem, splits=False, groups=(tile.group,))
-            tiles.append(_best(tile, space, problem, own))
+            tiles.append(_best(tile, _space(tile, (tile.block_m,), problem, splits=False), problem, own))
     pairs = [replace(base, first=a or base.first, second=b or base.second) for a, b in itertools.zip_longest(*tiles)]
     return [*pairs, *chosen]
 
