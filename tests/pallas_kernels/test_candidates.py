@@ -136,6 +136,7 @@ def test_where_k_is_short_programs_make_several_tiles_that_divide_a_row():
     facts = {"m": 64, "operands": "fp8", "promoted": True, "groups": 256}
     second = Problem(n=7168, k=256, **facts)
     pairs = moe_candidates([base], Problem(n=256, k=7168, halves=2, columns=128, **facts), second, 8)
-    runs = {pair.second.run for pair in pairs}
-    assert len(runs) > 1 and all(56 % run == 0 or run == base.second.run for run in runs)
+    tiles = [pair.second for pair in pairs]
+    assert len({tile.run for tile in tiles}) > 1
+    assert all(7168 // tile.block_n % tile.run == 0 or tile.run == base.second.run for tile in tiles)
     assert {pair.first.run for pair in pairs} == {base.first.run}  # its K is long
