@@ -19,7 +19,10 @@ Measured = tuple[int | str, report.Row]
 """Row count, or what else ends a row's name, and row."""
 
 Call = Callable[[Array, Any, Any, Any], Array]
-"""(x, weights of all layers, what else a call takes, index of its layer) to y, whose first column x's depends on."""
+"""(x, weights of all layers, what else a call takes, index of its layer) to y."""
+
+Follow = Callable[[Array, Array], Array]
+"""x and y of a call to the next call's x."""
 
 
 class Inputs(NamedTuple):
@@ -27,7 +30,7 @@ class Inputs(NamedTuple):
 
     Attributes:
       x: the activation.
-      others: what else a call takes, an entry a layer.
+      others: what else a call takes, an entry a layer, or more: one a call.
       flops: floating-point operations of a call.
       moved: the fewest bytes that a call must move.
     """
@@ -85,6 +88,7 @@ def measure(
     scan: bool,
     peak: float,
     ceilings: Ceilings,
+    follow: Follow | None = None,
 ) -> Iterator[Measured]:
     """Times a call among others, so that none finds its weights in the L2 cache.
 
@@ -97,19 +101,28 @@ def measure(
       scan: layers can be indexed by a traced number.
       peak: the ceiling of the matrix unit in TFLOP/s.
       ceilings: of the same run, see ``timing.ceilings``.
+      follow: makes calls depend on each other; by default through a small kernel of its own.
     """
+    follow = follow or _next
 
     def independent(xs: list[Array], weights: Any, others: Sequence[Any]) -> list[Array]:
-        return [call(x, weights, other, i) for i, (x, other) in enumerate(zip(xs, others, strict=True))]
+        return [call(x, weights, other, i) for i, (x, other) in enumerate(zip(xs, others, strict=False))]
 
     def unrolled(x: Array, weights: Any, others: Sequence[Any]) -> Array:
         for i in range(calls):
-            x = _next(x, call(x, weights, others[i % depth], i % depth))
+            x = follow(x, call(x, weights, others[i % len(others)], i % depth))
         return x
 
     def scanned(x: Array, weights: Any, others: Sequence[Any]) -> Array:
         layers = jnp.arange(calls, dtype=jnp.int32) % depth
-        return lax.scan(lambda x, layer: (_next(x, call(x, weights, others[0], layer)), None), x, layers)[0]
+        each = [others[i % len(others)] for i in range(calls)]
+        turns = layers, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each) if others[0] is not None else None
+
+        def step(x: Array, turn: Any) -> tuple[Array, None]:
+            layer, other = turn
+            return follow(x, call(x, weights, other, layer)), None
+
+        return lax.scan(step, x, turns)[0]
 
     def one(x: Array, weights: Any, others: Sequence[Any]) -> Array:
         return call(x, weights, others[0], 0)

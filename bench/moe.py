@@ -2,9 +2,9 @@
 
 Calls go through four distinct stacked layers in turn, so that no call finds its weights in the L2 cache. Kernels are
 summed over independent calls with routings of their own; wall times are of calls that depend on each other, unrolled
-and in a scan over the index of the layer. Routing is uniform, or skewed (``+zipf``), and a token's experts are
-distinct. Peers are what else there is in JAX, in bfloat16; their layers are not scanned over, which would copy a
-layer's weights each step.
+and in a scan over the index of the layer: y is the next call's x, and router weights keep it as large. Routing is
+uniform, or skewed (``+zipf``), and a token's experts are distinct. Peers are what else there is in JAX, in bfloat16;
+their layers are not scanned over, which would copy a layer's weights each step.
 """
 
 import functools
@@ -132,7 +132,9 @@ def rows(name: str, recipe: str, tokens: Sequence[int], ceilings: harness.Ceilin
     inputs = {t: _inputs(name, variant, t) for t in tokens}
     if recipe not in PEERS:
         try:
-            yield from measure(functools.partial(_call, variant), make_weights(name, recipe), inputs, scan=True)
+            call, weights = functools.partial(_call, variant), make_weights(name, recipe)
+            inputs = {t: _levelled(call, weights, each) for t, each in inputs.items()}
+            yield from measure(call, weights, inputs, scan=True, follow=lambda x, y: y)
         except NotImplementedError as refusal:
             print(f"{name}/{recipe}: {refusal}", flush=True)
         return
@@ -161,6 +163,19 @@ def _inputs(name: str, variant: variants.Variant, t: int) -> harness.Inputs:
         flops=6 * t * top_k * hidden * intermediate,
         moved=active * 3 * hidden * intermediate * harness.bytes_each(variant.recipe) + 4 * t * hidden,
     )
+
+
+def _levelled(call: harness.Call, weights: Any, given: harness.Inputs) -> harness.Inputs:
+    """Router weights of each call, scaled so that chained calls give values as large as x: alone they would grow."""
+    step, x, others = jax.jit(call), given.x, []
+    size = jnp.linalg.norm(x.astype(jnp.float32))
+    for i in range(_CALLS):
+        router, ids = given.others[i % DEPTH]
+        y = step(x, weights, (router, ids), i % DEPTH)
+        gain = size / jnp.linalg.norm(y.astype(jnp.float32))
+        others.append((router * gain, ids))
+        x = (y * gain).astype(x.dtype)
+    return given._replace(others=others)
 
 
 def _call(
