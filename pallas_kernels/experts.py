@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import body
 from pallas_kernels.activation import SILU, Activation, ActivationParams
+from pallas_kernels.fourbit.packing import Packed, Packing
 from pallas_kernels.grouped import WHOLE, Weights
 from pallas_kernels.tuning.moe_heuristics import MoETiles
 
@@ -40,6 +42,7 @@ class Experts(NamedTuple):
 
     Attributes:
       w13: (E, halves, I, H), half 0 gate and half 1 up, or the only one: bfloat16, float16, float32 or float8_e4m3fn.
+        Four-bit ones are packed as ``ExpertsSpec`` says, scales and all, with (E, halves) in front.
       w2: (E, H, I), likewise.
       w13_scale, w2_scale: of e4m3 weights, (E, halves, ceil(I/rows), ceil(H/cols)) and (E, ceil(H/rows), ceil(I/cols))
         of the blocks that ``ExpertsSpec`` names; float32, bfloat16, float16 or uint8 (e8m0). They multiply.
@@ -50,8 +53,8 @@ class Experts(NamedTuple):
         index themselves: nothing is copied.
     """
 
-    w13: Array
-    w2: Array
+    w13: Array | Packed
+    w2: Array | Packed
     w13_scale: Array | None = None
     w2_scale: Array | None = None
     b13: Array | None = None
@@ -75,6 +78,7 @@ class ExpertsSpec:
       input_scheme, intermediate_scheme: how x and the intermediate are quantised; None for not at all, and then e4m3
         weights are decoded by bits, without float8 types in a kernel.
       exact: FP8 sums are promoted to float32 at least every 128 of K instead of left to the tensor core.
+      w13_packing, w2_packing: of packed weights.
     """
 
     tiles: MoETiles
@@ -86,6 +90,8 @@ class ExpertsSpec:
     input_scheme: InputScheme | None = None
     intermediate_scheme: InputScheme | None = None
     exact: bool = True
+    w13_packing: Packing | None = None
+    w2_packing: Packing | None = None
 
 
 class Sizes(NamedTuple):
@@ -104,24 +110,25 @@ def checked(experts: Experts, spec: ExpertsSpec) -> Sizes:
       ValueError, TypeError: they do not; the message names the array and what would be right.
     """
     lead = 0 if experts.layer is None else 1
-    w13 = experts.w13
-    if w13.ndim != 4 + lead or w13.shape[-3] not in (1, 2) or not all(w13.shape):
-        raise ValueError(
-            f"w13 has shape {w13.shape}, but it is {'(L, E' if lead else '(E'}, 1 or 2, I, H), none of it 0"
-        )
-    sizes = Sizes(*w13.shape[lead:])
+    w13 = _shape("w13", experts.w13, spec.w13_packing)
+    if len(w13) != 4 + lead or w13[-3] not in (1, 2) or not all(w13):
+        raise ValueError(f"w13 has shape {w13}, but it is {'(L, E' if lead else '(E'}, 1 or 2, I, H), none of it 0")
+    sizes = Sizes(*w13[lead:])
     e, halves, i, h = sizes
-    layers = w13.shape[:lead]
+    layers = w13[:lead]
+    found = {"w2": _shape("w2", experts.w2, spec.w2_packing)}
+    found |= {name: array.shape for name in ("b13", "b2") if (array := getattr(experts, name)) is not None}
     shapes = {"w2": (e, h, i), "b13": (e, halves, i), "b2": (e, h)}
-    for name, shape in shapes.items():
-        array = getattr(experts, name)
-        if array is not None and array.shape != layers + shape:
-            raise ValueError(f"{name} has shape {array.shape}, but w13 {w13.shape} goes with {layers + shape}")
+    for name, shape in found.items():
+        if shape != layers + shapes[name]:
+            raise ValueError(f"{name} has shape {shape}, but w13 {w13} goes with {layers + shapes[name]}")
     for name, block, scheme in (
         ("w13", spec.w13_block, spec.input_scheme),
         ("w2", spec.w2_block, spec.intermediate_scheme),
     ):
-        _check_weight(name, getattr(experts, name), getattr(experts, f"{name}_scale"), block, scheme)
+        w = getattr(experts, name)
+        if not isinstance(w, Packed):
+            _check_weight(name, w, getattr(experts, f"{name}_scale"), block, scheme)
     for name, scheme in (("input_scale", spec.input_scheme), ("intermediate_scale", spec.intermediate_scheme)):
         scale = getattr(experts, name)
         if (scheme is not None and scheme.scale == "static") != (scale is not None):
@@ -129,6 +136,15 @@ def checked(experts: Experts, spec: ExpertsSpec) -> Sizes:
         if scale is not None and scale.shape not in ((), (1,), (e,)):
             raise ValueError(f"{name} has shape {scale.shape}, but it is () or (E,) = ({e},)")
     return sizes
+
+
+def _shape(name: str, w: Array | Packed, packing: Packing | None) -> tuple[int, ...]:
+    """The logical shape of a weight."""
+    if not isinstance(w, Packed):
+        return w.shape
+    if packing is None:
+        raise ValueError(f"{name} is packed, but its packing is not said")
+    return (*w.data.shape[:-2], packing.n, packing.k)
 
 
 def _check_weight(name: str, w: Array, scale: Array | None, block: tuple[int, int], scheme: InputScheme | None) -> None:
@@ -150,14 +166,23 @@ def weights_of(experts: Experts, spec: ExpertsSpec) -> tuple[Weights, Weights]:
     stacked = experts.layer is not None
     layer = None if experts.layer is None else experts.layer.astype(jnp.int32).reshape(1)
 
-    def weights(name: str, bias: Array | None, scheme: InputScheme | None) -> Weights:
-        data, scale = getattr(experts, name), getattr(experts, f"{name}_scale")
-        if data.dtype == body.F8 and scheme is None:
-            data = lax.bitcast_convert_type(data, jnp.uint8)
-        data, scale, bias = (a if a is None or stacked else a[None] for a in (data, scale, bias))
-        return Weights(data, scale, bias, layer)
+    def weights(name: str, bias: Array | None, scheme: InputScheme | None, *, halves: bool) -> Weights:
+        w = getattr(experts, name)
+        scale = getattr(experts, f"{name}_scale")
+        zero_point = global_scale = None
+        if isinstance(w, Packed):
+            w, scale, zero_point, global_scale = w
+        elif w.dtype == body.F8 and scheme is None:
+            w = lax.bitcast_convert_type(w, jnp.uint8)
 
-    w13 = weights("w13", experts.b13, spec.input_scheme)
-    w2 = weights("w2", experts.b2, spec.intermediate_scheme)
-    data, scale, bias = (a if a is None else jnp.expand_dims(a, 2) for a in (w2.data, w2.scale, w2.bias))
-    return w13, Weights(data, scale, bias, layer)
+        def with_axes(a: Array) -> Array:
+            a = a if stacked else a[None]
+            return a if halves else jnp.expand_dims(a, 2)
+
+        data, scale, bias, zero_point, global_scale = jax.tree.map(
+            with_axes, (w, scale, bias, zero_point, global_scale)
+        )
+        return Weights(data, scale, bias, layer, zero_point, global_scale)
+
+    w13 = weights("w13", experts.b13, spec.input_scheme, halves=True)
+    return w13, weights("w2", experts.b2, spec.intermediate_scheme, halves=False)

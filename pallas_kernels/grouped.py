@@ -23,6 +23,8 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import body, lowering
 from pallas_kernels.align import Blocks
+from pallas_kernels.fourbit import product as fourbit
+from pallas_kernels.fourbit.packing import Packed, Packing
 from pallas_kernels.lowering import arange, load
 from pallas_kernels.tuning.heuristics import MatmulTile
 
@@ -34,17 +36,22 @@ class Weights(NamedTuple):
     """Experts' weights of one product; arrays outside a kernel, refs inside.
 
     Attributes:
-      data: (L, E, halves, N, K), bfloat16, float16, float32 or float8_e4m3fn, or uint8: e4m3 decoded by bits.
+      data: (L, E, halves, N, K), bfloat16, float16, float32 or float8_e4m3fn, or uint8: e4m3 decoded by bits;
+        or packed four-bit codes, whose ``scale``, ``zero_point`` and ``global_scale`` are as ``fourbit.packing`` says,
+        with the same three axes in front.
       scale: (L, E, halves, ceil(N/rows), ceil(K/cols)), extent 1 where a block is ``WHOLE``; float32, bfloat16,
         float16 or uint8 (e8m0); or None.
       bias: (L, E, halves, N), any float dtype; or None.
       layer: int32 (1,), which of the L layers; None for the only one.
+      zero_point, global_scale: of packed codes; or None.
     """
 
     data: Any
     scale: Any | None = None
     bias: Any | None = None
     layer: Any | None = None
+    zero_point: Any | None = None
+    global_scale: Any | None = None
 
 
 class Input(NamedTuple):
@@ -82,6 +89,7 @@ class Product:
       w_block: (rows, cols) that share a scale of w, ``WHOLE`` for a whole axis.
       x_group: columns that share a scale of x, ``WHOLE`` for all.
       exact: FP8 sums are promoted to float32 at least every 128 of K.
+      packing: of four-bit weights, None of others; then ``w_block`` says nothing, and ``tile.run`` is 1.
     """
 
     tile: MatmulTile
@@ -91,6 +99,7 @@ class Product:
     w_block: tuple[int, int] = (WHOLE, WHOLE)
     x_group: int = WHOLE
     exact: bool = True
+    packing: Packing | None = None
 
     @property
     def cell(self) -> int | None:
@@ -103,6 +112,10 @@ class Product:
             case Routed(blocks):
                 return blocks.experts.shape[0]
         return self.experts * pl.cdiv(self.slots // self.experts, self.tile.block_m)
+
+    def columns(self, w: Weights) -> int:
+        """Columns of each half, N."""
+        return w.data.shape[3] if self.packing is None else self.packing.n
 
     def grid(self, rows: Rows, columns: int) -> tuple[int]:
         """Programs, for that many columns of each half."""
@@ -134,7 +147,7 @@ class At(NamedTuple):
 def place(program: Array, w: Weights, rows: Rows, product: Product) -> At:
     """In a kernel: where the program is."""
     layer = 0 if w.layer is None else body.existing(load(w.layer, (0,)), w.data.shape[0])
-    runs = product.runs(w.data.shape[3])
+    runs = product.runs(product.columns(w))
     block, run = body.grouped_order(program, product.blocks(rows), runs, product.tile.group)
     return At(layer, block, run * product.tile.run)
 
@@ -237,7 +250,11 @@ Sums = list[Array]
 
 def for_tiles(x: Input, w: Weights, block: Block, at: At, product: Product, finish: Callable[[At, Sums], None]) -> None:
     """In a kernel: ``finish(at, sums)`` of every tile that a program makes."""
-    tile, steps = product.tile, _Steps(w.data.shape[4], product.tile.block_k, product.cell)
+    tile = product.tile
+    if product.packing is not None:
+        finish(at, _packed_sums(x, w, block, at, product, product.packing))
+        return
+    steps = _Steps(w.data.shape[4], tile.block_k, product.cell)
     if tile.run == 1:
         finish(at, _sums(x, w, block, at, product, steps))
         return
@@ -276,6 +293,22 @@ def _sums(x: Input, w: Weights, block: Block, at: At, product: Product, steps: _
         return lowering.loop(steps.count, functools.partial(step, masked=True), _zeros(w, product))
     sums = lowering.loop(steps.whole, functools.partial(step, masked=False), _zeros(w, product))
     return step(jnp.int32(steps.whole), sums, masked=True) if steps.whole < steps.count else sums
+
+
+def _packed_sums(x: Input, w: Weights, block: Block, at: At, product: Product, packing: Packing) -> Sums:
+    """The sums of one tile, of packed weights."""
+    places, product = pieces(at, product)
+    parts = [_part(block, place, half, product.tile) for place in places for half in range(w.data.shape[2])]
+    step = fourbit.Step(packing, product.tile, product.exact)
+    return fourbit.sums(x.data, block.row, _packed(w), parts, step)
+
+
+def _packed(w: Weights) -> Packed:
+    return Packed(w.data, w.scale, w.zero_point, w.global_scale)
+
+
+def _part(block: Block, at: At, half: int, tile: MatmulTile) -> fourbit.Part:
+    return fourbit.Part((at.layer, block.expert, half), columns_of(at, tile))
 
 
 def _operand(
@@ -327,7 +360,7 @@ def _step(
 
 
 def _existing_columns(w: Weights, at: At, product: Product) -> Array:
-    n, columns = w.data.shape[3], columns_of(at, product.tile)
+    n, columns = product.columns(w), columns_of(at, product.tile)
     return columns if n % product.tile.block_n == 0 else jnp.minimum(columns, n - 1)
 
 
@@ -363,7 +396,9 @@ def finish(total: Array, half: int, x: Input, w: Weights, block: Block, at: At, 
     s_x = s_w = None
     if x.scale is not None and product.x_group == WHOLE:
         s_x = body.decode_scale(load(x.scale, (block.row if x.scale.shape[0] > 1 else 0, 0)))
-    if w.scale is not None and product.w_block[1] == WHOLE:
+    if product.packing is not None:
+        s_w = fourbit.row_scale(_packed(w), _part(block, at, half, product.tile), product.packing)
+    elif w.scale is not None and product.w_block[1] == WHOLE:
         s_w = _weight_scale(w, (at.layer, block.expert, half), at, 0, product)
     return functools.reduce(jnp.multiply, _scales(s_x, s_w, product.tile), total)
 

@@ -245,12 +245,18 @@ def _products(
             tile=spec.tiles.first,
             slots_a_row=slots_a_row,
             w_block=spec.w13_block,
+            packing=spec.w13_packing,
             x_group=_group(spec.input_scheme),
         ),
         epilogue=Epilogue(activation=spec.activation, dtype=spec.dtype, scheme=spec.intermediate_scheme),
         interpret=interpret,
     )
-    second = product(tile=spec.tiles.second, w_block=spec.w2_block, x_group=_group(spec.intermediate_scheme))
+    second = product(
+        tile=spec.tiles.second,
+        w_block=spec.w2_block,
+        packing=spec.w2_packing,
+        x_group=_group(spec.intermediate_scheme),
+    )
     return second_product(h, w2, rows, weights, slot_dtype, product=second, interpret=interpret)
 
 

@@ -85,7 +85,7 @@ def first_product(
 
     ``given`` is float32 (1,) or (E,), of a static scheme.
     """
-    tile, columns, scheme = product.tile, w.data.shape[3], epilogue.scheme
+    tile, columns, scheme = product.tile, product.columns(w), epilogue.scheme
     operands = _Operands(params, given)
     out = _hidden_shapes(
         product, columns, product.blocks(rows), epilogue, per_expert=given is not None and given.size > 1
@@ -167,7 +167,7 @@ def _first_kernel(
 ) -> None:
     at = grouped.place(pl.program_id(0), w, rows, product)
     found = grouped.locate(rows, at.block, product)
-    tiles = product.tiles(w.data.shape[3])
+    tiles = product.tiles(product.columns(w))
 
     def finish(at: At, totals: grouped.Sums) -> None:
         # Located again, so that no slots are held in registers over the loop.
@@ -201,7 +201,7 @@ def _where(block: Block, at: At, w: Weights, product: Product) -> tuple[tuple[Ar
     """Slots and columns of a program's tile, as they lie along its accumulator, and which elements count."""
     index = grouped.oriented(product.tile, block.slot, grouped.columns_of(at, product.tile))
     live, _ = grouped.oriented(product.tile, block.live, None)
-    return index, live & (index[1] < w.data.shape[3])
+    return index, live & (index[1] < product.columns(w))
 
 
 def _store_hidden(
@@ -257,7 +257,7 @@ def second_product(
       product: static facts.
       interpret: compute with XLA on any device, for tests.
     """
-    tile, columns = product.tile, w.data.shape[3]
+    tile, columns = product.tile, product.columns(w)
     return lowering.kernel_call(
         _second_kernel,
         name="moe_second",
@@ -299,7 +299,7 @@ def _second_kernel(
         # Rows that do not count are zero, whichever block they lie in.
         def clear(number: Array, carry: None) -> None:
             index, inside = _where(found, at._replace(tile=at.tile + number), w, product)
-            rest = (index[0] < product.slots) & (index[1] < w.data.shape[3]) & ~inside
+            rest = (index[0] < product.slots) & (index[1] < product.columns(w)) & ~inside
             store(out_ref, index, jnp.zeros(rest.shape, out_ref.dtype), mask=rest)
 
         lowering.loop(product.tile.run, clear, None)

@@ -15,7 +15,7 @@ exponent; the row's own follows in a last word.
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -40,7 +40,7 @@ E4M3_SHIFT = 119
 
 
 class Packed(NamedTuple):
-    """Arrays of a packed weight; leading axes are batches.
+    """Arrays of a packed weight, in a kernel refs; leading axes are batches.
 
     Attributes:
       data: (..., N/64, K/128 * 64 * elements), uint8 or uint16; both extents rounded up.
@@ -49,10 +49,10 @@ class Packed(NamedTuple):
       global_scale: float32 (..., 1 or N, 1), as it came; or None.
     """
 
-    data: Array
-    scale: Array
-    zero_point: Array | None = None
-    global_scale: Array | None = None
+    data: Any
+    scale: Any
+    zero_point: Any | None = None
+    global_scale: Any | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -97,7 +97,7 @@ def moe_tiles(
     rows = tokens if batched else -(-tokens * top_k // max(experts, 1))
     block_m = 64 if batch_invariant or capability != 90 else _block_m(rows)
     folds, few = kind.operand == "e4m3", block_m <= 32
-    block_k = 256 if folds or few else 128
+    block_k = 256 if (folds or few) and capability >= 90 else 128
     warps = 8 if block_m == 128 else 4
     first = _tile(block_m, 128 if block_m == 128 else 64, block_k, warps, 3)
     second = _tile(block_m, 128 if block_m == 128 else 64, block_k, warps, 3 if block_m > 64 else 4)

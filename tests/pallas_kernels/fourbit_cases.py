@@ -7,9 +7,11 @@ import jax.numpy as jnp
 
 import jmoe
 from jmoe.qtensor import QTensor
+from pallas_kernels.experts import Experts, ExpertsSpec
 from pallas_kernels.fourbit.packing import Packed, Packing, pack
-from pallas_kernels.tuning.fourbit import Kind
-from tests.pallas_kernels import lanes
+from pallas_kernels.tuning.fourbit import Kind, moe_tiles
+from tests.pallas_kernels import lanes, moe_cases
+from tests.pallas_kernels.moe_cases import Case, Layer
 
 RECIPES = (
     "mxfp4",
@@ -56,3 +58,25 @@ def of_wide_range(key: jax.Array, shape: tuple[int, ...], exponents: int) -> Any
     power = jax.random.randint(keys[1], (n, -(-k // 32)), -exponents, 1)
     scale = jnp.repeat(jnp.exp2(power.astype(jnp.float32)), 32, axis=1)[:, :k]
     return jax.random.normal(keys[0], shape) * scale
+
+
+def spec_of(case: Case, layer: Layer, **facts: Any) -> ExpertsSpec:
+    """Static facts of a layer with packed weights, with the heuristics' tiles."""
+    first, second = packing_of(layer.w13), packing_of(layer.w2)
+    sizes = (case.tokens, case.hidden, case.intermediate, case.experts, case.top_k)
+    return ExpertsSpec(
+        tiles=moe_tiles(*sizes, kind=kind_of(first), halves=1 + case.gated, **facts),
+        dtype=case.dtype,
+        out_dtype=case.dtype,
+        activation=moe_cases.activation_of(case),
+        input_scheme=moe_cases.input_scheme(layer.w13),
+        intermediate_scheme=moe_cases.input_scheme(layer.w2),
+        exact=case.accumulation == "exact",
+        w13_packing=first,
+        w2_packing=second,
+    )
+
+
+def experts_of(layer: Layer, **more: Any) -> Experts:
+    """The layer's arrays as the kernels take them."""
+    return Experts(w13=packed(layer.w13), w2=packed(layer.w2), b13=layer.b13, b2=layer.b2, **more)

@@ -6,10 +6,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels.experts import Experts
 from pallas_kernels.fourbit.linear import linear
+from pallas_kernels.moe import fused_moe
 from pallas_kernels.tuning.fourbit import linear_tile
-from tests.pallas_kernels import aot, lanes
+from tests.pallas_kernels import aot, lanes, moe_cases
 from tests.pallas_kernels import fourbit_cases as cases
+from tests.pallas_kernels.moe_cases import LAYERS, Case
 
 SUPPORTED = [
     (capability, recipe)
@@ -78,3 +81,39 @@ def test_a_scan_over_layers_copies_no_weights():
         return jax.lax.scan(step, x, jnp.arange(layers, dtype=jnp.int32))[0]
 
     assert aot.compile_for(scanned, (x, w)).temporary_bytes < n * n // 4
+
+
+def layer_of_experts(case, capability, layers=2):
+    """fused_moe of one of so many stacked layers, and its arguments as shapes."""
+    one = jax.eval_shape(lambda: moe_cases.layer(case))
+    spec = cases.spec_of(case, one, capability=capability)
+    experts = jax.eval_shape(lambda: cases.experts_of(moe_cases.layer(case)))
+    stacked = jax.tree.map(lambda s: lanes.spec((layers, *s.shape), s.dtype), experts)
+    x, weights = jax.eval_shape(lambda: moe_cases.tokens(case))
+
+    def call(x: jax.Array, experts: Experts, weights: jax.Array, ids: jax.Array) -> jax.Array:
+        return fused_moe(x, experts, weights, ids, spec=spec)
+
+    return call, (x, stacked._replace(layer=lanes.spec((), jnp.int32)), weights, lanes.spec(weights.shape, jnp.int32))
+
+
+@pytest.mark.lowering
+@pytest.mark.parametrize("capability, recipe", SUPPORTED)
+def test_a_layer_of_experts_lowers(capability, recipe):
+    for tokens, sizes in ((1, "qwen3-30b"), (8192, "gpt-oss")):
+        case = Case(recipe=recipe, tokens=tokens, **LAYERS[sizes], bias=True)
+        kernels = lanes.lower_for(*layer_of_experts(case, capability), capability)
+        assert [k.count("tt.dot") >= 1 for k in kernels if k.name in ("moe_first", "moe_second")] == [True, True]
+
+
+@pytest.mark.aot
+@aot.installed
+@pytest.mark.parametrize("capability, recipe", SUPPORTED)
+def test_a_layer_of_experts_takes_few_launches_and_copies_no_weights(capability, recipe):
+    for tokens, sizes in ((1, "qwen3-30b"), (256, "gpt-oss"), (8192, "gpt-oss")):
+        case = Case(recipe=recipe, tokens=tokens, **LAYERS[sizes])
+        # Tiles are Hopper's; GPUs before it keep a few values of two accumulators on the stack.
+        compiled = aot.compile_for(*layer_of_experts(case, capability), capability, spills=capability < 90)
+        assert len(compiled.launches) <= (6 if recipe == "mxfp4_a8" else 5), compiled.launches
+        if tokens < 8192:
+            assert compiled.temporary_bytes < case.experts * case.hidden * case.intermediate // 10

@@ -1,0 +1,82 @@
+"""Layers of experts with packed four-bit weights, in interpret mode, against the reference."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmoe
+from pallas_kernels.moe import batched_experts, fused_moe
+from tests.pallas_kernels import fourbit_cases as cases
+from tests.pallas_kernels import moe_cases
+from tests.pallas_kernels.moe_cases import Case
+
+SIZES: dict[str, Any] = {"tokens": 9, "hidden": 96, "intermediate": 80, "experts": 4, "top_k": 2}
+"""K of neither product is a whole tile, nor is N."""
+
+
+def error(case, routing):
+    layer, (x, weights) = moe_cases.layer(case), moe_cases.tokens(case)
+    ids = moe_cases.routing(routing, case)
+    x, weights = moe_cases.spoiled(case, x, weights, ids)
+    options = moe_cases.options_of(case, layer)
+    wanted = jmoe.fused_moe(
+        x,
+        layer.w13,
+        layer.w2,
+        weights,
+        ids,
+        implementation="reference",
+        preferred_element_type=jnp.float32,
+        **options,
+    )
+    y = fused_moe(
+        x, cases.experts_of(layer), weights, jnp.asarray(ids), spec=cases.spec_of(case, layer), interpret=True
+    )
+    return moe_cases.relative_error(y, wanted)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(recipe="mxfp4", bias=True, activation="swigluoai", **SIZES),
+        Case(recipe="nvfp4_w4a16", **SIZES),
+        Case(recipe="int4:group=32,zero_point", gated=False, activation="relu2", bias=True, **SIZES),
+        Case(recipe="int4", **SIZES),
+        Case(recipe="mxfp4_a8", bias=True, activation="swigluoai", exact=True, **SIZES),
+        Case(recipe="mxfp4_a8", dtype="float16", **SIZES),
+    ],
+    ids=lambda case: f"{case.recipe}-{case.dtype}",
+)
+def test_of_ragged_sizes_with_experts_that_are_elsewhere(case):
+    assert error(case, "elsewhere") < case.bar
+
+
+def test_a_layer_of_several_under_an_expert_map():
+    case = Case(recipe="int4:group=32,scale_dtype=bfloat16", **SIZES)
+    layer = moe_cases.layer(case)
+    x, weights = moe_cases.tokens(case)
+    # Experts 5, 4, 3, 2 are here, in this order; 0 and 1 are elsewhere.
+    expert_map = jnp.array([-1, -1, 3, 2, 1, 0], jnp.int32)
+    ids = jnp.asarray(np.random.default_rng(0).integers(-1, 6, (case.tokens, case.top_k)), jnp.int32)
+    wanted = jmoe.fused_moe(x, layer.w13, layer.w2, weights, ids, expert_map=expert_map, implementation="reference")
+    spec = cases.spec_of(case, layer)
+    experts = cases.experts_of(layer)
+    stacked = jax.tree.map(lambda a: jnp.stack([jnp.zeros_like(a), a]), experts)
+    y = fused_moe(
+        x, stacked._replace(layer=jnp.int32(1)), weights, ids, spec=spec, expert_map=expert_map, interpret=True
+    )
+    assert moe_cases.relative_error(y, wanted) < case.bar
+
+
+def test_rows_of_each_expert():
+    case = Case(recipe="mxfp4", **SIZES)
+    layer = moe_cases.layer(case)
+    x = jax.random.normal(jax.random.key(1), (4, 7, case.hidden), jnp.bfloat16)
+    counts = jnp.array([7, 0, 3, 1], jnp.int32)
+    wanted = jmoe.batched_experts(x, counts, layer.w13, layer.w2, implementation="reference")
+    y = batched_experts(x, counts, cases.experts_of(layer), spec=cases.spec_of(case, layer), interpret=True)
+    assert moe_cases.relative_error(y, wanted) < case.bar
+    assert not y[1].any() and not y[2, 3:].any()
