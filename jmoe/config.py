@@ -46,7 +46,9 @@ class TuningFile:
         try:
             status = os.stat(path)
         except OSError as error:
-            raise ValueError(f"config tuning={os.fspath(path)!r} cannot be read: {error.strerror}") from error
+            raise ValueError(
+                f"config tuning={os.fspath(path)!r} (or JMOE_TUNING) cannot be read: {error.strerror}"
+            ) from error
         return cls(os.path.abspath(path), status.st_mtime_ns, status.st_size)
 
 

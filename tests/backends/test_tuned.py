@@ -140,7 +140,7 @@ def test_another_file_and_a_changed_one_are_traced_with_anew(file, tmp_path):
 def test_a_file_that_is_none_is_told_of(tmp_path):
     missing = tmp_path / "none.json"
     with (
-        pytest.raises(ValueError, match=r"config tuning='.*none.json' cannot be read: No such file"),
+        pytest.raises(ValueError, match=r"config tuning='.*none.json' \(or JMOE_TUNING\) cannot be read: No such file"),
         jmoe.config(tuning=missing),
     ):
         pass
@@ -156,5 +156,5 @@ def test_the_environment_names_a_file(file):
     assert from_environment({"JMOE_TUNING": str(file)}).tuning == TuningFile.at(file)
     assert from_environment({"JMOE_TUNING": str(file)}).tuning.size == os.path.getsize(file)
     assert from_environment({"JMOE_TUNING": ""}).tuning is None
-    with pytest.raises(ValueError, match=r"config tuning='nowhere.json' cannot be read"):
+    with pytest.raises(ValueError, match=r"config tuning='nowhere.json' \(or JMOE_TUNING\) cannot be read"):
         from_environment({"JMOE_TUNING": "nowhere.json"})
