@@ -45,6 +45,8 @@ class OnDevice:
     def __call__(self, op: OpSpec, tiles: Sequence[table.Tiles]) -> list[Kernels | None]:
         """Kernels' times of one call with each of the tiles, summed over calls with weights of their own."""
         layers = self._layers(op)
+        w = layers[0][0]
+        op = op.replace(layout=w.layout) if isinstance(w, QTensor) else op
         arguments = [arguments_of(op, weights, number) for number, weights in enumerate(layers)]
         chosen = select(op, implementation=triton.NAME)
         functions = [
