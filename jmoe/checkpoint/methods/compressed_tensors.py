@@ -14,7 +14,8 @@ each with ``weight_scale``. Packed fields of n bits hold q + 2^(n-1), zero point
 configuration's group of the module says what shares a scale and how activations are quantized; it and the tensors must
 agree. Global scales divide here and multiply in a QTensor, so NVFP4 values may differ from the library's by one unit in
 the last place; all others are exact. Columns that find their group through ``weight_g_idx`` have no form as a QTensor:
-such a weight loads as its float32 values. Source: the compressed-tensors library.
+such a weight loads as its float32 values. Scales of int8 activations are measured as amax / 127, as engines do; the
+library's own simulation takes amax / 127.5. Source: the compressed-tensors library.
 """
 
 from collections.abc import Collection, Mapping
