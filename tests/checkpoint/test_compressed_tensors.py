@@ -152,9 +152,10 @@ def test_logits_with_fp4_activations_are_the_librarys(shared, name):
 
 def test_logits_with_blocks_of_fp8_activations_are_close_to_the_librarys(shared):
     expected = reference(shared, "ct_fp8_block.w_and_a")
-    # A code at a rounding boundary may fall to the other side; all of them together change logits by more.
-    assert np.abs(logits_of(load_model(shared, "ct_fp8_block"), tokens()) - expected).max() < 0.02
-    assert np.abs(reference(shared, "ct_fp8_block") - expected).max() > 0.1
+    difference = np.abs(logits_of(load_model(shared, "ct_fp8_block"), tokens()) - expected).max(-1)
+    # Where a code at a rounding boundary falls to the other side, logits are off from that token on.
+    assert np.median(difference) < 1e-4 and difference.max() < 0.2
+    assert np.median(np.abs(reference(shared, "ct_fp8_block") - expected).max(-1)) > 0.01
 
 
 @pytest.mark.slow
