@@ -1,17 +1,17 @@
 """A layer of experts as arrays and static facts, checked, and its weights as the grouped products take them."""
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import body
+from pallas_kernels import bits, body
 from pallas_kernels.activation import SILU, Activation, ActivationParams
 from pallas_kernels.fourbit.packing import Packed, Packing
-from pallas_kernels.grouped import WHOLE, Weights
+from pallas_kernels.grouped import WHOLE, Weights, scale_cell
 from pallas_kernels.tuning.moe_heuristics import MoETiles
 
 _FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -19,17 +19,24 @@ _FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputScheme:
-    """How a product's left operand is quantised to e4m3.
+    """How a product's left operand is quantised.
 
     Attributes:
-      scale: one a "group" of columns, a "token", or the "tensor", measured; or "static", given.
+      scale: one a "group" of columns, a "token", or the "tensor", measured; or, for e4m3, "static", given.
       group: columns of a group.
       power_of_two: measured scales are powers of two.
+      format: of the codes.
     """
 
     scale: Literal["group", "token", "tensor", "static"]
     group: int = 128
     power_of_two: bool = False
+    format: Literal["e4m3", "int8"] = "e4m3"
+
+    @property
+    def codes(self) -> Any:
+        """Dtype of the codes."""
+        return jnp.int8 if self.format == "int8" else body.F8
 
     @property
     def x_group(self) -> int:
@@ -41,10 +48,11 @@ class Experts(NamedTuple):
     """Arrays of a layer of experts.
 
     Attributes:
-      w13: (E, halves, I, H), half 0 gate and half 1 up, or the only one: bfloat16, float16, float32 or float8_e4m3fn.
+      w13: (E, halves, I, H), half 0 gate and half 1 up, or the only one: bfloat16, float16, float32, or codes,
+        float8_e4m3fn or int8.
         Four-bit ones are packed as ``ExpertsSpec`` says, scales and all, with (E, halves) in front.
       w2: (E, H, I), likewise.
-      w13_scale, w2_scale: of e4m3 weights, (E, halves, ceil(I/rows), ceil(H/cols)) and (E, ceil(H/rows), ceil(I/cols))
+      w13_scale, w2_scale: of codes, (E, halves, ceil(I/rows), ceil(H/cols)) and (E, ceil(H/rows), ceil(I/cols))
         of the blocks that ``ExpertsSpec`` names; float32, bfloat16, float16 or uint8 (e8m0). They multiply.
       b13, b2: (E, halves, I) and (E, H), any float dtype.
       input_scale, intermediate_scale: float32 () or (E,), of static schemes.
@@ -75,8 +83,8 @@ class ExpertsSpec:
       out_dtype: of the result.
       activation: between the products.
       w13_block, w2_block: (rows, cols) that share a scale, -1 for a whole axis.
-      input_scheme, intermediate_scheme: how x and the intermediate are quantised; None for not at all, and then e4m3
-        weights are decoded by bits, without float8 types in a kernel.
+      input_scheme, intermediate_scheme: how x and the intermediate are quantised, to the weight's format; None for not
+        at all, and then weights are decoded, e4m3 by bits, without float8 types in a kernel.
       exact: FP8 sums are promoted to float32 at least every 128 of K instead of left to the tensor core.
       w13_packing, w2_packing: of packed weights.
     """
@@ -129,6 +137,9 @@ def checked(experts: Experts, spec: ExpertsSpec) -> Sizes:
         w = getattr(experts, name)
         if not isinstance(w, Packed):
             _check_weight(name, w, getattr(experts, f"{name}_scale"), block, scheme)
+    for name, scheme in (("input_scheme", spec.input_scheme), ("intermediate_scheme", spec.intermediate_scheme)):
+        if scheme is not None and scheme.format == "int8" and scheme.scale == "static":
+            raise ValueError(f"{name}={scheme}: scales of int8 codes are measured")
     for name, scheme in (("input_scale", spec.input_scheme), ("intermediate_scale", spec.intermediate_scheme)):
         scale = getattr(experts, name)
         if (scheme is not None and scheme.scale == "static") != (scale is not None):
@@ -148,12 +159,18 @@ def _shape(name: str, w: Array | Packed, packing: Packing | None) -> tuple[int, 
 
 
 def _check_weight(name: str, w: Array, scale: Array | None, block: tuple[int, int], scheme: InputScheme | None) -> None:
-    if w.dtype not in (*_FLOATS, body.F8):
-        raise TypeError(f"{name} is {w.dtype}, but weights are float8_e4m3fn, bfloat16, float16 or float32")
-    if scheme is not None and w.dtype != body.F8:
-        raise TypeError(f"{name} is {w.dtype}, but quantised activations go with float8_e4m3fn weights")
+    if w.dtype not in (*_FLOATS, *body.CODES):
+        raise TypeError(f"{name} is {w.dtype}, but weights are float8_e4m3fn, int8, bfloat16, float16 or float32")
+    if scheme is not None and w.dtype != scheme.codes:
+        raise TypeError(f"{name} is {w.dtype}, but {scheme.format} activations go with {scheme.format} weights")
+    int32 = scheme is not None and scheme.format == "int8" and scale_cell(block, scheme.x_group) is None
+    if int32 and w.shape[-1] > bits.INT32_PRODUCTS:
+        raise ValueError(
+            f"{name} has shape {w.shape}, but sums of int8 products are sure to fit int32 only up to K = "
+            f"{bits.INT32_PRODUCTS}"
+        )
     grid = tuple(1 if b == WHOLE else pl.cdiv(n, b) for n, b in zip(w.shape[-2:], block, strict=True))
-    wanted = (*w.shape[:-2], *grid) if w.dtype == body.F8 else None
+    wanted = (*w.shape[:-2], *grid) if w.dtype in body.CODES else None
     shape = None if scale is None else scale.shape
     if shape != wanted:
         raise ValueError(

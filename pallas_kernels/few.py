@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from pallas_kernels import body, lowering, quantize
 from pallas_kernels.activation import Activation, ActivationParams, activate
@@ -93,12 +94,12 @@ def first_product(
     facts: Facts,
     activation: Activation,
     dtype: str,
-    measure: bool,
+    measure: DTypeLike | None,
     interpret: bool,
 ) -> tuple[Array, Array | None]:
     """The intermediate (S, I) in ``dtype``, of slots with an expert here.
 
-    If ``measure``, also the largest finite magnitude of each program's part of it.
+    With ``measure``, a dtype of codes, also the largest ``body.magnitude`` for these of each program's part of it.
     """
     slots, columns, tile = routing.ids.shape[0], w.data.shape[3], facts.tile
     programs = slots * pl.cdiv(columns, tile.block_n)
@@ -109,7 +110,7 @@ def first_product(
         out_shape=[
             (
                 jax.ShapeDtypeStruct((slots, columns), dtype),
-                jax.ShapeDtypeStruct((programs,), jnp.float32) if measure else None,
+                None if measure is None else jax.ShapeDtypeStruct((programs,), jnp.float32),
             )
         ],
         num_warps=tile.num_warps,
@@ -117,6 +118,7 @@ def first_product(
         interpret=interpret,
         facts=facts,
         activation=activation,
+        measure=measure,
     )(vectors, w, routing, params)
     return h, amax
 
@@ -147,6 +149,7 @@ def _first_kernel(
     *,
     facts: Facts,
     activation: Activation,
+    measure: DTypeLike | None,
 ) -> None:
     program = pl.program_id(0)
     h_ref, amax_ref = out
@@ -161,9 +164,9 @@ def _first_kernel(
         h = lowering.round_to(h, h_ref.dtype)
         column = block * facts.tile.block_n + arange(facts.tile.block_n)
         store(h_ref, (slot, column), h.astype(h_ref.dtype), mask=column < columns)
-        if amax_ref is not None:
-            _, magnitude = body.finite(jnp.where(column < columns, h, 0))
-            store(amax_ref, (program,), jnp.max(jnp.abs(magnitude)))
+        if measure is not None:
+            good, h = body.finite(jnp.where(column < columns, h, 0))
+            store(amax_ref, (program,), jnp.max(body.magnitude(h, good, measure)))
 
     if amax_ref is not None:
 
@@ -322,7 +325,9 @@ def _reader(vectors: Vectors, rows: _Rows, facts: Facts) -> tuple[_Read, Array |
             x = values(column, inside)
             tile = x.reshape(*x.shape[:-1], -1, scheme.group)
             axis = tile.ndim - 1
-            codes, scales = body.quantize_tile(tile, axis, floor=quantize.GROUP_FLOOR, power_of_two=scheme.power_of_two)
+            codes, scales = body.quantize_tile(
+                tile, axis, codes=scheme.codes, floor=quantize.GROUP_FLOOR, power_of_two=scheme.power_of_two
+            )
             return (codes.astype(jnp.float32) * jnp.expand_dims(scales, axis)).reshape(x.shape)
 
         return grouped, None
@@ -330,7 +335,7 @@ def _reader(vectors: Vectors, rows: _Rows, facts: Facts) -> tuple[_Read, Array |
 
     def coded(column: Array, inside: Array | None) -> Array:
         good, x = body.finite(values(column, inside))
-        return body.fp8_codes(x * rows.after(inverse, 1), good).astype(jnp.float32)
+        return body.codes_of(x * rows.after(inverse, 1), good, scheme.codes).astype(jnp.float32)
 
     return coded, factor
 
@@ -346,14 +351,14 @@ def _scale_of(vectors: Vectors, values: _Read, rows: _Rows, facts: Facts) -> tup
         return scale, lowering.reciprocal(scale)
     if scheme.scale == "tensor":
         amax = jnp.broadcast_to(quantize.largest(vectors.amax), rows.row.shape)
-        return body.fp8_scale(amax, floor=quantize.TENSOR_FLOOR, power_of_two=scheme.power_of_two)
+        return body.code_scale(amax, scheme.codes, floor=quantize.TENSOR_FLOOR, power_of_two=scheme.power_of_two)
     k = vectors.x.data.shape[1]
 
     def measure(i: Array, amax: Array) -> Array:
         column = i * tile.block_k + arange(tile.block_k)
-        _, x = body.finite(values(column, column < k))
-        return jnp.maximum(amax, jnp.abs(x))
+        good, x = body.finite(values(column, column < k))
+        return jnp.maximum(amax, body.magnitude(x, good, scheme.codes))
 
     zeros = jnp.zeros((*rows.row.shape, tile.block_k), jnp.float32)
     amax = jnp.max(lowering.loop(pl.cdiv(k, tile.block_k), measure, zeros), axis=-1)
-    return body.fp8_scale(amax, floor=quantize.TOKEN_FLOOR, power_of_two=scheme.power_of_two)
+    return body.code_scale(amax, scheme.codes, floor=quantize.TOKEN_FLOOR, power_of_two=scheme.power_of_two)

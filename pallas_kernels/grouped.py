@@ -36,7 +36,7 @@ class Weights(NamedTuple):
     """Experts' weights of one product; arrays outside a kernel, refs inside.
 
     Attributes:
-      data: (L, E, halves, N, K), bfloat16, float16, float32 or float8_e4m3fn, or uint8: e4m3 decoded by bits;
+      data: (L, E, halves, N, K), bfloat16, float16, float32, float8_e4m3fn or int8, or uint8: e4m3 decoded by bits;
         or packed four-bit codes, whose ``scale``, ``zero_point`` and ``global_scale`` are as ``fourbit.packing`` says,
         with the same three axes in front.
       scale: (L, E, halves, ceil(N/rows), ceil(K/cols)), extent 1 where a block is ``WHOLE``; float32, bfloat16,
@@ -55,7 +55,7 @@ class Weights(NamedTuple):
 
 
 class Input(NamedTuple):
-    """x: data (R, K); where that is e4m3, scale (1, 1), (R, 1) or (R, ceil(K/group)), of any dtype a scale has."""
+    """x: data (R, K); where that is codes, scale (1, 1), (R, 1) or (R, ceil(K/group)), of any dtype a scale has."""
 
     data: Any
     scale: Any | None = None
@@ -89,6 +89,7 @@ class Product:
       w_block: (rows, cols) that share a scale of w, ``WHOLE`` for a whole axis.
       x_group: columns that share a scale of x, ``WHOLE`` for all.
       exact: FP8 sums are promoted to float32 at least every 128 of K.
+      int8: x and w are int8 codes.
       packing: of four-bit weights, None of others; then ``w_block`` says nothing, and ``tile.run`` is 1.
     """
 
@@ -99,6 +100,7 @@ class Product:
     w_block: tuple[int, int] = (WHOLE, WHOLE)
     x_group: int = WHOLE
     exact: bool = True
+    int8: bool = False
     packing: Packing | None = None
 
     @property
@@ -245,7 +247,10 @@ class _Steps:
 
 
 Sums = list[Array]
-"""float32 sums over K of each piece of a tile's columns and each half: (rows, columns) or, swapped, (columns, rows)."""
+"""Sums over K of each piece of a tile's columns and each half: (rows, columns) or, swapped, (columns, rows).
+
+float32; int32 where all of K is of int8 codes, and only the whole sum is scaled.
+"""
 
 
 def for_tiles(x: Input, w: Weights, block: Block, at: At, product: Product, finish: Callable[[At, Sums], None]) -> None:
@@ -279,7 +284,8 @@ def _zeros(w: Weights, product: Product) -> Sums:
     tile = product.tile
     columns = tile.block_n // tile.pieces
     shape = (columns, tile.block_m) if tile.swap else (tile.block_m, columns)
-    return [jnp.zeros(shape, jnp.float32)] * (w.data.shape[2] * tile.pieces)
+    dtype = jnp.int32 if product.int8 and product.cell is None else jnp.float32
+    return [jnp.zeros(shape, dtype)] * (w.data.shape[2] * tile.pieces)
 
 
 def _sums(x: Input, w: Weights, block: Block, at: At, product: Product, steps: _Steps) -> Sums:
@@ -355,7 +361,7 @@ def _step(
             continue
         if product.w_block[1] != WHOLE:
             s_w = _weight_scale(w, index, at, body.div(first, product.w_block[1]), product)
-        result.append(body.add_scaled(acc, lowering.dot(*pair), _scales(s_x, s_w, tile)))
+        result.append(body.add_scaled(acc, lowering.dot(*pair).astype(jnp.float32), _scales(s_x, s_w, tile)))
     return result
 
 
@@ -368,7 +374,9 @@ def _as_operand(w: Array, dtype: Any) -> Array:
     """Weights in the dtype of x, as the tensor core wants them."""
     if w.dtype == jnp.uint8:
         return body.decode_e4m3(w, dtype)
-    return w if w.dtype == dtype else w.astype(jnp.float32).astype(dtype)
+    if w.dtype in (dtype, jnp.int8):  # any float dtype holds int8
+        return w.astype(dtype)
+    return w.astype(jnp.float32).astype(dtype)
 
 
 def _weight_scale(w: Weights, index: tuple[Any, Array, int], at: At, k_block: Array | int, product: Product) -> Array:
@@ -400,7 +408,7 @@ def finish(total: Array, half: int, x: Input, w: Weights, block: Block, at: At, 
         s_w = fourbit.row_scale(_packed(w), _part(block, at, half, product.tile), product.packing)
     elif w.scale is not None and product.w_block[1] == WHOLE:
         s_w = _weight_scale(w, (at.layer, block.expert, half), at, 0, product)
-    return functools.reduce(jnp.multiply, _scales(s_x, s_w, product.tile), total)
+    return functools.reduce(jnp.multiply, _scales(s_x, s_w, product.tile), total.astype(jnp.float32))
 
 
 def bias_of(half: int, w: Weights, block: Block, at: At, product: Product) -> Array:

@@ -173,7 +173,7 @@ def _few(
         facts=first,
         activation=spec.activation,
         dtype=spec.dtype,
-        measure=_measures_tensor(h_scheme),
+        measure=h_scheme.codes if h_scheme is not None and _measures_tensor(h_scheme) else None,
         interpret=interpret,
     )
     vectors = few.Vectors(Input(h), _flat(experts.intermediate_scale), amax)
@@ -211,7 +211,7 @@ def _input_chain(
 
     Rows whose ``choices`` are none of the ``experts`` here may hold anything, and touch no scale but their own.
     """
-    if (x.dtype == body.F8) != (x_scale is not None) or (x_scale is not None and scheme is None):
+    if (x.dtype in body.CODES) != (x_scale is not None) or (x_scale is not None and scheme is None):
         raise ValueError(f"x is {x.dtype}, x_scale {'missing' if x_scale is None else 'given'} and its scheme {scheme}")
     if scheme is None or x_scale is not None:
         return ()
@@ -247,6 +247,7 @@ def _products(
             w_block=spec.w13_block,
             packing=spec.w13_packing,
             x_group=_group(spec.input_scheme),
+            int8=_is_int8(spec.input_scheme),
         ),
         epilogue=Epilogue(activation=spec.activation, dtype=spec.dtype, scheme=spec.intermediate_scheme),
         interpret=interpret,
@@ -256,8 +257,13 @@ def _products(
         w_block=spec.w2_block,
         packing=spec.w2_packing,
         x_group=_group(spec.intermediate_scheme),
+        int8=_is_int8(spec.intermediate_scheme),
     )
     return second_product(h, w2, rows, weights, slot_dtype, product=second, interpret=interpret)
+
+
+def _is_int8(scheme: InputScheme | None) -> bool:
+    return scheme is not None and scheme.format == "int8"
 
 
 def _group(scheme: InputScheme | None) -> int:

@@ -4,7 +4,7 @@ The first product's epilogue turns the sums of an expert's halves into the inter
 
     h = round(activation(scale * sum + bias))
 
-and, where the scales it is to have fit a program's tile, into e4m3 codes and scales. The second one's adds the bias and
+and, where the scales it is to have fit a program's tile, into codes and scales. The second one's adds the bias and
 multiplies by the router weight. Both are float32.
 """
 
@@ -116,7 +116,8 @@ def first_product(
 
 def _hidden_shapes(product: Product, columns: int, blocks: int, epilogue: Epilogue, *, per_expert: bool) -> _Hidden:
     requantises = epilogue.requantises(product.tile)
-    data = jax.ShapeDtypeStruct((product.slots, columns), body.F8 if requantises else epilogue.dtype)
+    dtype = epilogue.scheme.codes if epilogue.scheme is not None and requantises else epilogue.dtype
+    data = jax.ShapeDtypeStruct((product.slots, columns), dtype)
     scale = amax = None
     if requantises and (epilogue.group or per_expert):
         groups = pl.cdiv(columns, epilogue.group) if epilogue.group else 1
@@ -135,7 +136,7 @@ def quantise_chain(
     choices: quantize.Choices | None = None,
     experts: int = 0,
 ) -> launch.Chain:
-    """The jobs that make e4m3 codes and scales of x (R, K), which is not empty.
+    """The jobs that make codes and scales of x (R, K), which is not empty.
 
     Args:
       x: bfloat16, float16 or float32.
@@ -144,15 +145,15 @@ def quantise_chain(
       amax: float32 (n,), for one measured scale: the largest magnitudes of x's parts, instead of measuring x.
       choices: what x's rows go to; those that go to none of the ``experts`` here touch no scale but their own.
     """
-    power_of_two = scheme.power_of_two
+    codes, power_of_two = scheme.codes, scheme.power_of_two
     if scheme.scale == "static":
         assert scale is not None
         return [lambda: quantize.static_job(x, scale)]
     if scheme.scale == "group":
-        return [lambda: quantize.groups_job(x, scheme.group, power_of_two=power_of_two)]
+        return [lambda: quantize.groups_job(x, scheme.group, codes=codes, power_of_two=power_of_two)]
     if scheme.scale == "token":
-        return [lambda: quantize.tokens_job(x, power_of_two=power_of_two)]
-    return quantize.tensor_chain(x, power_of_two=power_of_two, amax=amax, choices=choices, experts=experts)
+        return [lambda: quantize.tokens_job(x, codes=codes, power_of_two=power_of_two)]
+    return quantize.tensor_chain(x, codes=codes, power_of_two=power_of_two, amax=amax, choices=choices, experts=experts)
 
 
 def _first_kernel(
@@ -181,8 +182,10 @@ def _first_kernel(
         h = lowering.round_to(h, epilogue.dtype)
         _store_hidden(h, index, inside, operands.given, out, block, at, product, epilogue)
         if out.amax is not None:
-            _, magnitude = body.finite(jnp.where(inside, h, 0))
-            store(out.amax, (at.block * tiles + at.tile,), jnp.max(jnp.abs(magnitude)))
+            assert epilogue.scheme is not None
+            good, h = body.finite(jnp.where(inside, h, 0))
+            magnitude = body.magnitude(h, good, epilogue.scheme.codes)
+            store(out.amax, (at.block * tiles + at.tile,), jnp.max(magnitude))
 
     @pl.when(found.used)
     def _() -> None:
@@ -222,7 +225,7 @@ def _store_hidden(
     if epilogue.group:
         # Columns past the end repeat one of the group's own, so they do not change its largest magnitude.
         codes, scales = body.quantize_tile(
-            h, 0 if swap else 1, floor=quantize.GROUP_FLOOR, power_of_two=scheme.power_of_two
+            h, 0 if swap else 1, codes=scheme.codes, floor=quantize.GROUP_FLOOR, power_of_two=scheme.power_of_two
         )
         store(out.scale, (block.slot, at.tile), scales, mask=block.live)
     else:

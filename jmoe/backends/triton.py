@@ -118,8 +118,6 @@ def _refusals(op: OpSpec, device: DeviceSpec) -> list[str]:
         reasons.append(f"weights are in the layout {op.layout.name!r}, and its kernels read the canonical one")
     reasons += _recipe_refusals(op.recipe, op.hidden)
     if op.op != "linear":
-        if any("int8" in (s.format for s in (r.weight, r.input) if s is not None) for r in recipes):
-            reasons.append("its kernels for experts take plain and e4m3 weights")
         reasons += _recipe_refusals(op.second_recipe or op.recipe, op.intermediate)
     if len({(recipe.weight and recipe.weight.format, recipe.input is None) for recipe in recipes}) > 1:
         reasons.append("w13 and w2 are of two kinds, and its kernels take one")
@@ -312,6 +310,7 @@ def _input_scheme(scheme: Scheme | None) -> "InputScheme | None":
         return None
     if scheme.static:
         return InputScheme(scale="static")
+    options: dict[str, Any] = {"power_of_two": scheme.power_of_two, "format": scheme.format}
     if scheme.block[1] == -1:
-        return InputScheme(scale="tensor" if scheme.block[0] == -1 else "token", power_of_two=scheme.power_of_two)
-    return InputScheme(scale="group", group=scheme.block[1], power_of_two=scheme.power_of_two)
+        return InputScheme(scale="tensor" if scheme.block[0] == -1 else "token", **options)
+    return InputScheme(scale="group", group=scheme.block[1], **options)

@@ -72,10 +72,10 @@ def moe_tiles(
         first, second = _vector_tiles(tokens, hidden, intermediate, top_k, halves, sm_count)
         return MoETiles(first=first, second=second, single=True)
     rows = tokens if batched else -(-slots // max(experts, 1))
-    promoted = operands == "fp8" and (exact or second_cell is not None)
+    promoted = (operands == "fp8" and exact) or (operands in ("fp8", "int8") and second_cell is not None)
     # Two accumulators of 128 rows keep to registers on Hopper, and on Blackwell where sums are not promoted. Promoted,
     # they leave none for a masked last step.
-    tall = capability >= 90 and operands in ("fp8", "16bit")
+    tall = capability >= 90 and operands in ("fp8", "int8", "16bit")
     tall = tall and not (promoted and (capability >= 100 or hidden % _STEP[operands]))
     block_m = 64 if batch_invariant else _block_m(rows, tall, 40 if promoted and capability == 90 else 24)
     first_n = group if group in (32, 64, 128) else 128 if operands != "32bit" else 32

@@ -114,7 +114,9 @@ def test_the_second_products_recipe_counts_as_well():
     assert reason(mixed, "a100").startswith("W8A8 FP8 needs compute capability 8.9")
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp8_tensor", "fp8_tensor_static", "fp8_channel", "fp8_block", "fp8_w8a16"])
+@pytest.mark.parametrize(
+    "name", ["bf16", "fp8_tensor", "fp8_tensor_static", "fp8_block", "fp8_w8a16", "int8", "int8_w8a16"]
+)
 @pytest.mark.parametrize("op", [LINEAR, MOE], ids=["linear", "moe"])
 def test_triton_comes_first_where_its_kernels_serve(op, name):
     assert select(op.replace(recipe=recipe(name)), "h100").implementation == "triton"

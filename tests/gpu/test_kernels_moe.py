@@ -54,6 +54,12 @@ CASES = [
     Case(recipe="mxfp8", **GPT),
     Case(recipe="fp8_channel", exact=True, **MANY),
     Case(recipe="fp8_w8a16:block=1x-1", **MANY),
+    *(
+        Case(recipe=recipe, **sizes)
+        for recipe in ("int8", "int8_w8a16")
+        for sizes in (SIZES[0], SMALL, GPT, MANY, TALL)
+    ),
+    Case(recipe="int8_w8a16:group=32", **GPT),
     Case(dtype="float16", activation="gelu", **GPT),
     Case(dtype="float32", activation="gelu_tanh", **ONE),
     Case(recipe="fp8_w8a16", dtype="float32", **ONE),
@@ -74,7 +80,9 @@ def device_facts() -> dict[str, int]:
 
 
 def is_served(case: Case) -> bool:
-    return device_facts()["capability"] >= 89 or case.recipe == "bf16" or "w8a16" in case.recipe
+    return (
+        device_facts()["capability"] >= 89 or case.recipe == "bf16" or "w8a16" in case.recipe or "int8" in case.recipe
+    )
 
 
 def skip_if_not_served(case: Case) -> None:
@@ -146,7 +154,7 @@ def test_it_is_the_reference(case, routing, compiled):
     assert found["truth"] < 1.05 * found["of_reference"] + 1e-3
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8_tensor", "fp8_channel", "fp8_block", "fp8_w8a16"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_tensor", "fp8_channel", "fp8_block", "fp8_w8a16", "int8"])
 def test_h06_batched_experts_are_the_reference_and_pads_do_not_leak(recipe):
     case = Case(recipe=recipe, tokens=150, hidden=2880, intermediate=192, experts=9, bias=True)
     skip_if_not_served(case)

@@ -52,7 +52,8 @@ class Case:
             return BARS["float32"]
         if self.recipe == "fp8_tensor" and self.accumulation == "fast":
             return BARS["one scale"]
-        return BARS["16bit" if self.recipe == "bf16" or "a16" in self.recipe else self.accumulation]
+        fine = self.recipe == "bf16" or "a16" in self.recipe or "int8" in self.recipe
+        return BARS["16bit" if fine else self.accumulation]
 
 
 class Layer(NamedTuple):
@@ -132,7 +133,8 @@ def input_scheme(w: QTensor | jax.Array) -> InputScheme | None:
     if scheme.static:
         return InputScheme(scale="static")
     kind = {(-1, -1): "tensor", (1, -1): "token"}.get(scheme.block, "group")
-    return InputScheme(scale=kind, group=max(scheme.block[1], 1), power_of_two=scheme.power_of_two)
+    group = max(scheme.block[1], 1)
+    return InputScheme(scale=kind, group=group, power_of_two=scheme.power_of_two, format=scheme.format)
 
 
 def arrays(layer: Layer, /, **more: Any) -> Experts:
@@ -155,7 +157,9 @@ def tiles_of(case: Case, layer: Layer, **options: Any) -> MoETiles:
     group = second.group if second is not None and second.scale == "group" else None
     operands = "16bit" if case.dtype != "float32" else "32bit"
     if isinstance(layer.w13, QTensor):
-        operands = "fp8" if first is not None else "w8a16" if case.dtype != "float32" else "32bit"
+        operands = "w8a16" if case.dtype != "float32" else "32bit"
+        if first is not None:
+            operands = "int8" if first.format == "int8" else "fp8"
     return moe_tiles(
         case.tokens,
         case.hidden,

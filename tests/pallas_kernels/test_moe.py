@@ -96,10 +96,33 @@ def test_other_dtypes(dtype):
         ("fp8_w8a16", tiles(64, 64)),
         ("fp8_w8a16:block=1x32", tiles(64, 32)),
         ("mxfp8", tiles(32, 32)),
+        ("int8", tiles(64, 64)),
+        ("int8", tiles(64, 64, swap=False)),
+        ("int8", single()),
+        ("int8_w8a16", tiles(64, 64)),
+        ("int8_w8a16:group=32", tiles(64, 32, swap=False)),
     ],
 )
 def test_recipes(recipe, how):
     check(Case(recipe=recipe, **BLOCKS), how, ("one expert", "elsewhere", "padding"))
+
+
+@pytest.mark.parametrize("how", [tiles(32, 32), tiles(64, 32, swap=False), single(8)], ids=["fits", "wider", "single"])
+@pytest.mark.parametrize("block", [(1, 32), (-1, -1)], ids=["groups", "tensor"])
+def test_int8_scales_of_groups_and_of_a_tensor(block, how):
+    recipe = jmoe.Recipe(
+        name="mine",
+        weight=jmoe.Scheme(format="int8", block=(1, block[1])),
+        input=jmoe.Scheme(format="int8", block=block),
+    )
+    plain = cases.layer(Case(**BLOCKS))
+    layer = plain._replace(w13=jmoe.quantize(plain.w13, recipe), w2=jmoe.quantize(plain.w2, recipe))
+    case = Case(recipe="int8", **BLOCKS)
+    ids = jnp.asarray(cases.routing("elsewhere", case))
+    x, weights = cases.spoiled(case, *cases.tokens(case), ids)
+    found = layer_of(x, cases.arrays(layer), weights, ids, cases.spec_of(case, layer, how))
+    bar = cases.BARS["one scale"] if block == (-1, -1) else case.bar
+    assert relative_error(found, reference(case, layer, x, weights, ids)) < bar
 
 
 def test_static_scales_one_an_expert():
@@ -153,7 +176,7 @@ def test_the_kernels_index_stacked_layers():
         x = found
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8_block", "fp8_tensor", "fp8_channel"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_block", "fp8_tensor", "fp8_channel", "int8"])
 def test_h06_batched_rows_beyond_counts_are_zero_and_touch_nothing(recipe):
     case = Case(recipe=recipe, tokens=19, hidden=136, intermediate=72, experts=4, bias=True)
     layer = cases.layer(case)
@@ -170,7 +193,7 @@ def test_h06_batched_rows_beyond_counts_are_zero_and_touch_nothing(recipe):
     assert not np.asarray(found, np.float32)[~valid].any()
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8_block", "fp8_channel"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_block", "fp8_channel", "int8"])
 def test_a_token_that_is_not_finite_spoils_its_own_row(recipe):
     case = Case(recipe=recipe, **BLOCKS)
     layer = cases.layer(case)
