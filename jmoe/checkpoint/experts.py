@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from jmoe.checkpoint.methods import CheckpointError
+from jmoe.checkpoint.safetensors_header import show
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ FAMILIES: tuple[ExpertNames, ...] = (
 )
 """What is known, a gated family before the ungated one whose names it contains."""
 
-_EXPERT = re.compile(r"(?P<prefix>(?:.+\.)?experts)\.(?P<expert>0|[1-9]\d{0,6})\.(?P<projection>[^.]+)")
+_EXPERT = re.compile(r"(?P<prefix>(?:.+\.)?experts)\.(?P<expert>[0-9]+)\.(?P<projection>[^.]+)")
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,6}")
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,19 @@ def expert_prefix(module: str) -> str | None:
 
 
 def group_experts(modules: Iterable[str]) -> dict[str, dict[int, set[str]]]:
-    """Prefix to expert to projections, of the modules whose names are those of experts."""
+    """Prefix to expert to projections, of the modules whose names are those of experts.
+
+    Raises:
+      CheckpointError: a number that is written with leading zeros, or that no expert has.
+    """
     found: dict[str, dict[int, set[str]]] = {}
     for module in modules:
         if match := _EXPERT.fullmatch(module):
+            if _NUMBER.fullmatch(match["expert"]) is None:
+                raise CheckpointError(
+                    f"{show(module)} is an expert of number {match['expert'][:20]}, expected one below ten million, "
+                    "without leading zeros"
+                )
             found.setdefault(match["prefix"], {}).setdefault(int(match["expert"]), set()).add(match["projection"])
     return found
 

@@ -131,7 +131,10 @@ class Checkpoint(ClosedOnExit):
 
     @cached_property
     def _experts(self) -> dict[str, dict[int, set[str]]]:
-        return group_experts(self.leaves)
+        try:
+            return group_experts(self.leaves)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: {error}") from None
 
     def experts(self, prefix: str) -> Experts:
         """The experts below ``prefix``, all of them there.

@@ -159,6 +159,7 @@ def test_logits_with_blocks_of_fp8_activations_are_close_to_the_librarys(shared)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize("name", MODELS)
 def test_held_out_losses_are_transformers(shared, name):
     loss = evaluate(load_model(shared, name, weight_only=True), np.fromfile(DATA / "heldout.bin", np.uint8))
@@ -166,6 +167,7 @@ def test_held_out_losses_are_transformers(shared, name):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize("name", ["ct_fp8_dynamic", "ct_w8a8_int8"])
 def test_held_out_losses_with_quantized_activations_are_the_librarys(shared, name):
     # A scale of int8 activations is amax / 127 here, as in engines; the library simulates amax / 127.5 and codes from

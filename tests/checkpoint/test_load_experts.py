@@ -204,6 +204,29 @@ def test_the_last_expert_is_missed_by_the_configurations_count(write_checkpoint)
         assert f"experts has 3 experts, expected 4 as config.json says ({key})" in message
 
 
+@pytest.mark.parametrize("number", ["007", "10000000", "9" * 5000])
+def test_numbers_that_no_expert_has_are_refused(write_checkpoint, number):
+    tensors = plain("experts", QWEN) | {f"experts.{number}.up_proj.weight": np.ones((2, 4), np.float32)}
+    assert f"is an expert of number {number[:20]}, expected one below ten million" in refusal(write_checkpoint, tensors)
+
+
+def test_b10_an_intermediate_size_that_kernels_pad_pairs_each_gate_with_its_up(write_checkpoint):
+    rng, weights = np.random.default_rng(0), {}
+    for e in range(2):
+        for name, shape in zip(QWEN, ((40, 24), (40, 24), (24, 40)), strict=True):
+            weights[e, name] = rng.normal(0, 0.3, shape).astype(np.float32)
+    tensors = {f"experts.{e}.{name}.weight": w for (e, name), w in weights.items()}
+    x = rng.normal(0, 1, (5, 24)).astype(np.float32)
+    with checkpoint.open(write_checkpoint(tensors)) as opened:
+        w13, w2 = checkpoint.load_experts(opened, "experts")
+    ids = np.int32([[0], [1], [1], [0], [1]])
+    y = jmoe.fused_moe(x, w13, w2, np.ones((5, 1), np.float32), ids)
+    for row, e, found in zip(x, ids[:, 0], y, strict=True):
+        gate, up, down = (weights[e, name] for name in QWEN)
+        g = gate @ row
+        np.testing.assert_allclose(found, down @ (g / (1 + np.exp(-g)) * (up @ row)), rtol=1e-4, atol=1e-5)
+
+
 def test_names_of_no_known_family_are_refused(write_checkpoint):
     message = refusal(write_checkpoint, plain("experts", ("fc1", "fc2")))
     assert "the experts of experts have fc1, fc2, expected one of gate_proj, up_proj, down_proj; w1, w3, w2" in message

@@ -100,6 +100,7 @@ def test_unsupported_methods_name_themselves_and_the_known_ones(shared):
         ({"scale_fmt": "e5m3"}, "scale_fmt 'e5m3'"),
         ({"weight_block_size": [128]}, "weight_block_size [128]"),
         ({"weight_block_size": [0, 128]}, "weight_block_size [0, 128]"),
+        ({"weight_block_size": [128, 2**31]}, "weight_block_size [128, 2147483648]"),
         ({"weight_block_size": None, "scale_fmt": "ue8m0"}, "scale_fmt 'ue8m0' without weight_block_size"),
         ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert 'lm_head', expected a list"),
         ({"quant_algo": "NVFP4"}, "quant_algo 'NVFP4', expected 'MIXED_PRECISION' or none"),

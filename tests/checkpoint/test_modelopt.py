@@ -152,6 +152,7 @@ def model(shared):
     return checkpoint.load_model(folder, dtype=jnp.float32, weight_only=True)
 
 
+@pytest.mark.usefixtures("optimised")
 def test_a_whole_model_has_the_reference_logits_and_loss(model, shared):
     tokens = np.fromfile(DATA / "heldout.bin", np.uint8)
     folder = shared / "fixtures" / "tiny-moe"

@@ -106,6 +106,7 @@ def test_the_vector_of_the_same_layer_loads_from_a_file_written_here(write_check
         np.testing.assert_array_equal(w2.dequantize(), stored["x/down_dequant"].swapaxes(1, 2))
 
 
+@pytest.mark.usefixtures("optimised")
 def test_a_whole_model_with_gptoss_experts_has_transformers_logits_and_loss(model, shared):
     tokens = np.fromfile(DATA / "heldout.bin", np.uint8)
     folder = shared / "fixtures" / "tiny-moe"

@@ -162,6 +162,7 @@ def test_gpt_oss_by_modelopt_keeps_gate_and_up_alternating(write_checkpoint):
         ),
         (NVFP4, modelopt_nvfp4, {f"{GATE_UP}_bias": positive(E, I)}, "has shape (2, 48), expected (2, 96)"),
         (FBGEMM | {"activation_scheme": "static"}, fbgemm, {}, "has the key 'activation_scheme'"),
+        (FBGEMM | {"activation_scale_ub": -1}, fbgemm, {}, "has activation_scale_ub -1, expected a positive number"),
         (
             FBGEMM | {"modules_to_not_convert": [PREFIX]},
             fbgemm,

@@ -48,6 +48,8 @@ class FbgemmFp8(Method):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         check_keys(config, ("quant_method", "activation_scale_ub", "modules_to_not_convert"))
+        if type(bound := config.get("activation_scale_ub", 1200.0)) not in (int, float) or bound <= 0:
+            raise CheckpointError(f"has activation_scale_ub {bound!r}, expected a positive number")
         return cls(list_of_names(config, "modules_to_not_convert"))
 
     def view(self, files: Files) -> Files:
@@ -78,7 +80,8 @@ class FbgemmFp8(Method):
                 "that it is not quantized"
             )
         n, _ = require_matrix(weight)
-        if scale.shape not in ((n, 1), (n,)) or scale.dtype not in _FLOAT_SCALES:
+        shapes = ((n, 1), (n,), *([()] if n == 1 else []))
+        if scale.shape not in shapes or scale.dtype not in _FLOAT_SCALES:
             raise CheckpointError(
                 f"{where(scale)} is {scale.dtype} of shape {scale.shape}, expected F32 of {(n, 1)}, one a row of "
                 f"{weight.name!r}"

@@ -214,8 +214,10 @@ def _block_of(size: object) -> Block:
     """``weight_block_size`` as a block; without one the whole tensor has one scale."""
     if size is None:
         return _PER_TENSOR
-    if not isinstance(size, (list, tuple)) or len(size) != 2 or not all(type(b) is int and b > 0 for b in size):
-        raise CheckpointError(f"has weight_block_size {size!r}, expected two positive numbers (rows, columns)")
+    if not isinstance(size, (list, tuple)) or len(size) != 2 or not all(type(b) is int and 0 < b < 2**31 for b in size):
+        raise CheckpointError(
+            f"has weight_block_size {size!r}, expected two positive numbers (rows, columns) below 2^31"
+        )
     return size[0], size[1]
 
 
