@@ -16,7 +16,8 @@ from jmoe.checkpoint.experts import Experts, expert_prefix, experts_of, group_ex
 from jmoe.checkpoint.fused import show_each_expert
 from jmoe.checkpoint.methods import CheckpointError, Method, method_for, modelopt, mxfp4
 from jmoe.checkpoint.methods.base import Files, present_leaves
-from jmoe.checkpoint.safetensors import ClosedOnExit, SafetensorsFile, SafetensorsIndex, TensorInfo, open_safetensors
+from jmoe.checkpoint.renamed import Names, RenamedFiles
+from jmoe.checkpoint.safetensors import ClosedOnExit, TensorInfo, open_safetensors
 from jmoe.checkpoint.safetensors_header import MAX_JSON_BYTES, parse_json
 from jmoe.checkpoint.summary import Kind, ModuleSummary, Summary
 from jmoe.scheme import Recipe
@@ -43,19 +44,27 @@ class _Quantization:
     settings: Mapping[str, Any]
 
 
-def open(path: str | os.PathLike[str]) -> "Checkpoint":
-    """Opens a checkpoint: the folder of ``config.json`` and ``*.safetensors``, or one of these files.
+def open(path: str | os.PathLike[str], *, names: Names = ()) -> "Checkpoint":
+    r"""Opens a checkpoint: the folder of ``config.json`` and ``*.safetensors``, or one of these files.
+
+    Args:
+      path: the folder or file.
+      names: (regular expression, replacement) pairs that give tensors the names of a known family, one after the other
+        as by ``re.sub``: ``[(r"\.ffn\.", ".mlp."), (r"\.fc1\.", ".up_proj.")]``. Lists of modules in the configuration
+        are held against the new names.
 
     Raises:
       CheckpointError: no or a malformed config.json, a method that is not supported, or a configuration that says
         quantized where no tensor is, or the other way round.
       SafetensorsError: missing, truncated or malformed files, among them pickled ones.
-      TypeError: no path.
+      ValueError: an entry of ``names`` that is no expression or changes no name; TypeError: no path, or no such pairs.
     """
     check_type("path", path, (str, os.PathLike), "the path of a folder or file")
     path = Path(path)
     folder = path if path.is_dir() else path.parent
-    files = open_safetensors(folder if path.name == CONFIG_FILE else path)
+    files: Files = open_safetensors(folder if path.name == CONFIG_FILE else path)
+    if names:
+        files = RenamedFiles(files, names)
     if not (folder / CONFIG_FILE).is_file():
         raise CheckpointError(f"{folder}: holds no {CONFIG_FILE}, expected one beside the weights")
     config = _read_json(folder / CONFIG_FILE)
@@ -84,7 +93,7 @@ class Checkpoint(ClosedOnExit):
         config: Mapping[str, Any],
         quantization: _Quantization,
         method: Method,
-        files: SafetensorsFile | SafetensorsIndex,
+        files: Files,
     ) -> None:
         self.path = path
         self.config = MappingProxyType(dict(config))

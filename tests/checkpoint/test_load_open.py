@@ -309,3 +309,39 @@ def test_a_weight_is_not_cast_to_integers(dtype):
             checkpoint.load_linear(opened, "lm_head", dtype=dtype)
         with pytest.raises(TypeError, match=rf"dtype={dtype} must be bfloat16, float16 or float32"):
             checkpoint.load_experts(opened, "model.layers.0.mlp.experts", dtype=dtype)
+
+
+def test_tensors_get_the_names_of_a_known_family(write_checkpoint):
+    tensors = {
+        f"transformer.h.0.ffn.experts.{e}.{name}.weight": np.full(shape, 10 * e + i, np.float32)
+        for e in range(2)
+        for i, (name, shape) in enumerate({"fc_gate": (2, 4), "fc_up": (2, 4), "fc_down": (4, 2)}.items())
+    }
+    names = [(r"^transformer\.h\.", "model.layers."), (r"\.fc_(\w+)", r".\1_proj")]
+    with checkpoint.open(write_checkpoint(tensors), names=names) as opened:
+        w13, w2 = checkpoint.load_experts(opened, "model.layers.0.ffn.experts")
+        assert opened.tensors["model.layers.0.ffn.experts.0.up_proj.weight"].name.endswith("0.fc_up.weight")
+    np.testing.assert_array_equal(w13[:, :, 0, 0], [[0, 1], [10, 11]])
+    np.testing.assert_array_equal(w2[:, 0, 0], [2, 12])
+
+
+@pytest.mark.parametrize(
+    "names, error, says",
+    [
+        ([("(", "")], ValueError, "names[0]=('(', '') is no regular expression"),
+        ([("a", r"\2")], ValueError, "has no replacement for it"),
+        ([("a", "b"), ("x", "y")], ValueError, "names[1]=('x', 'y') changes none of the 2 tensors' names"),
+        (
+            [(r"\d", "")],
+            checkpoint.CheckpointError,
+            "tensor 'a1.weight' becomes 'a.weight' by names, as 'a0.weight' does",
+        ),
+        (["a"], TypeError, "names[0]='a' must be a pair"),
+        ("a", TypeError, "names='a' must be a list"),
+    ],
+)
+def test_names_that_are_none_are_refused(write_checkpoint, names, error, says):
+    folder = write_checkpoint({"a0.weight": plain(2, 2), "a1.weight": plain(2, 2)})
+    with pytest.raises(error) as caught:
+        checkpoint.open(folder, names=names)
+    assert says in str(caught.value)
