@@ -25,8 +25,8 @@ from jmoe.checkpoint.methods import CheckpointError
 from jmoe.checkpoint.methods.base import FLOAT_DTYPES, require_matrix, where
 from jmoe.checkpoint.progress import Progress, advancing
 from jmoe.checkpoint.reader import CONFIG_FILE, Checkpoint
-from jmoe.checkpoint.safetensors import SafetensorsWriter
 from jmoe.checkpoint.safetensors_header import PICKLE_SUFFIXES, TensorInfo, checked_nbytes
+from jmoe.checkpoint.safetensors_writer import SafetensorsWriter
 from jmoe.qtensor import QTensor
 from jmoe.quantize import check_static_scale, quantize
 from jmoe.scheme import Recipe, as_recipe, recipe_of

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from jmoe.checkpoint.safetensors import write_safetensors
+from jmoe.checkpoint.safetensors_writer import write_safetensors
 
 
 @pytest.fixture

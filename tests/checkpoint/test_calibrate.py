@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from jmoe import checkpoint
-from jmoe.checkpoint.safetensors import open_safetensors, write_safetensors
+from jmoe.checkpoint.safetensors import open_safetensors
+from jmoe.checkpoint.safetensors_writer import write_safetensors
 
 BF16 = ml_dtypes.bfloat16
 CONFIG = {

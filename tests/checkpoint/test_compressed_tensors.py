@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import jmoe
 from jmoe import checkpoint
-from jmoe.checkpoint.safetensors import write_safetensors
+from jmoe.checkpoint.safetensors_writer import write_safetensors
 from jmoe.models import evaluate
 from jmoe.qtensor import QTensor
 from jmoe.scheme import Scheme, recipe

@@ -281,7 +281,7 @@ _MEASURE = """
 import json, sys, threading, time
 import jax, ml_dtypes, numpy as np
 from jmoe import checkpoint
-from jmoe.checkpoint.safetensors import write_safetensors
+from jmoe.checkpoint.safetensors_writer import write_safetensors
 
 folder, dtype = sys.argv[1], sys.argv[2]
 experts, intermediate, hidden = 24, 1024, 2048

@@ -16,7 +16,8 @@ from flax import nnx
 import jmoe
 from jmoe import checkpoint
 from jmoe.checkpoint import load, progress
-from jmoe.checkpoint.safetensors import open_safetensors, write_safetensors
+from jmoe.checkpoint.safetensors import open_safetensors
+from jmoe.checkpoint.safetensors_writer import write_safetensors
 from jmoe.models import Decoder, DecoderConfig, evaluate
 from jmoe.qtensor import QTensor
 from jmoe.quantize import quantize

@@ -11,7 +11,8 @@ import pytest
 import jmoe
 from jmoe import checkpoint
 from jmoe.checkpoint import methods
-from jmoe.checkpoint.safetensors import open_safetensors, write_safetensors
+from jmoe.checkpoint.safetensors import open_safetensors
+from jmoe.checkpoint.safetensors_writer import write_safetensors
 from jmoe.models import evaluate
 from jmoe.scheme import recipe
 

@@ -22,8 +22,8 @@ from jmoe.checkpoint.safetensors import (
     SafetensorsFile,
     TensorInfo,
     open_safetensors,
-    write_safetensors,
 )
+from jmoe.checkpoint.safetensors_writer import write_safetensors
 
 LOCAL = Path(__file__).resolve().parents[1] / "data" / "tiny-moe" / "bf16"
 # Folders of ../shared: every published layout of weights and scales, and between them each dtype in use.

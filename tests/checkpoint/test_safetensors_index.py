@@ -6,7 +6,8 @@ import os
 import numpy as np
 import pytest
 
-from jmoe.checkpoint.safetensors import SafetensorsError, SafetensorsIndex, open_safetensors, write_safetensors
+from jmoe.checkpoint.safetensors import SafetensorsError, SafetensorsIndex, open_safetensors
+from jmoe.checkpoint.safetensors_writer import write_safetensors
 
 
 def refusal(path):

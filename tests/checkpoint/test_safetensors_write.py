@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from jmoe.checkpoint.safetensors import (
     SafetensorsError,
     SafetensorsFile,
-    SafetensorsWriter,
     open_safetensors,
-    write_safetensors,
 )
 from jmoe.checkpoint.safetensors_header import NUMPY_DTYPES
+from jmoe.checkpoint.safetensors_writer import SafetensorsWriter, write_safetensors
 
 
 def test_written_bytes_are_those_of_the_format(tmp_path):

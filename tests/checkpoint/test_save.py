@@ -15,7 +15,8 @@ from flax import nnx
 import jmoe
 from jmoe import checkpoint
 from jmoe.checkpoint.encode import form_of
-from jmoe.checkpoint.safetensors import open_safetensors, write_safetensors
+from jmoe.checkpoint.safetensors import open_safetensors
+from jmoe.checkpoint.safetensors_writer import write_safetensors
 from jmoe.qtensor import QTensor
 from jmoe.scheme import Recipe, Scheme, recipe
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from jmoe import checkpoint
-from jmoe.checkpoint.safetensors import open_safetensors, write_safetensors
+from jmoe.checkpoint.safetensors import open_safetensors
+from jmoe.checkpoint.safetensors_writer import write_safetensors
 
 REASON = "needs the extra readback"
 torch = pytest.importorskip("torch", reason=REASON)
