@@ -75,6 +75,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.fail(f"-m gpu was chosen, but JAX computes on {jax.default_backend()!r}", pytrace=False)
 
 
+@pytest.fixture
+def optimised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts are scored by optimised code: a whole one takes longer to compute than to compile."""
+    import jax
+
+    from jmoe.models import decoder
+
+    options = {"xla_backend_optimization_level": 2}
+    score = jax.jit(decoder._token_losses.__wrapped__, static_argnums=0, compiler_options=options)
+    monkeypatch.setattr(decoder, "_token_losses", score)
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """The folder beside the repository with golden vectors and quantized checkpoints."""

@@ -499,17 +499,19 @@ def test_doctor_shows_versions_devices_and_implementations(device):
         assert any(row in ([implementation, "yes"], [implementation, "no"]) for row in rows)
 
 
-@pytest.mark.parametrize("command", ["doctor", "explain", "inspect", "compare"])
+WRONG = {
+    "JAX_PLATFORMS=abacus": "JAX finds no device, with JAX_PLATFORMS='abacus': ",
+    "JMOE_CHECK=yes": "JMOE_CHECK='yes' must be 1, true, 0 or false",
+    "JMOE_DEVICE=h1000": "jmoe.config.device (or JMOE_DEVICE): device 'h1000' is unknown; known devices are cpu,",
+    "JMOE_IMPLEMENTATION=cuda": "implementation='cuda' is unknown; it is one of triton, xla, reference, or None; ",
+}
+
+
 @pytest.mark.parametrize(
-    "variable, message",
+    "command, variable, message",
     [
-        ("JAX_PLATFORMS=abacus", "JAX finds no device, with JAX_PLATFORMS='abacus': "),
-        ("JMOE_CHECK=yes", "JMOE_CHECK='yes' must be 1, true, 0 or false"),
-        ("JMOE_DEVICE=h1000", "jmoe.config.device (or JMOE_DEVICE): device 'h1000' is unknown; known devices are cpu,"),
-        (
-            "JMOE_IMPLEMENTATION=cuda",
-            "implementation='cuda' is unknown; it is one of triton, xla, reference, or None; ",
-        ),
+        *(("doctor", *wrong) for wrong in WRONG.items()),
+        *((command, *wrong) for command, wrong in zip(("explain", "inspect", "compare"), WRONG.items(), strict=False)),
     ],
 )
 def test_a_variable_with_a_wrong_value_is_named(command, variable, message, tmp_path):

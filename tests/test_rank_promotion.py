@@ -64,7 +64,7 @@ def test_products(recipe, implementation, monkeypatch):
     monkeypatch.setattr(xla, "_PIECE_BYTES", 5 * HIDDEN * 4)
     traced(lambda x: linear(x, w, bias=bias), X)
 
-    for each in (given, scales(recipe, EACH)):
+    for each in (given, scales(recipe, EACH)) if given else ({},):
         moe = functools.partial(jmoe.fused_moe, b13=b13, b2=b2, implementation=implementation, **each)
         traced(lambda x, weights, moe=moe: moe(x, w13, w2, weights, IDS), X, WEIGHTS)
         traced(lambda x, moe=moe: moe(x, w13, w2, WEIGHTS[:1], IDS[:1]), X[:1])

@@ -304,9 +304,26 @@ def chosen(call, *args, device="h100"):
     return [(op, selection.implementation) for op, selection in entries]
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("recipe", ["bf16", "fp8_tensor", "int8", "fp8_block:block=16"])
-@pytest.mark.parametrize("sharding", [("model", None, None), (None, "model", None), ("data", "model", None)])
+BY_EXPERT, BY_COLUMN, BY_BOTH = ("model", None, None), (None, "model", None), ("data", "model", None)
+
+
+@pytest.mark.parametrize(
+    "kind, recipe, sharding",
+    [  # every recipe with every sharding, and every kind of mesh with either
+        (AxisType.Auto, "fp8_tensor", BY_EXPERT),
+        (AxisType.Auto, "fp8_block:block=16", BY_EXPERT),
+        (AxisType.Explicit, "bf16", BY_EXPERT),
+        (AxisType.Explicit, "int8", BY_EXPERT),
+        (AxisType.Auto, "fp8_tensor", BY_COLUMN),
+        (AxisType.Auto, "int8", BY_COLUMN),
+        (AxisType.Explicit, "bf16", BY_COLUMN),
+        (AxisType.Explicit, "fp8_block:block=16", BY_COLUMN),
+        (AxisType.Auto, "bf16", BY_BOTH),
+        (AxisType.Auto, "fp8_block:block=16", BY_BOTH),
+        (AxisType.Explicit, "fp8_tensor", BY_BOTH),
+        (AxisType.Explicit, "int8", BY_BOTH),
+    ],
+)
 def test_a_moe_computes_with_its_parts_as_one_device_does(kind, recipe, sharding):
     def make():
         moe = FusedMoE(32, 64, 4, ROUTING, recipe=recipe, use_bias=True, sharding=sharding, rngs=nnx.Rngs(0))
