@@ -25,6 +25,7 @@ from typing import Any, Literal, Self, cast
 import numpy as np
 from jax import Array
 
+from jmoe.checkpoint.methods import bit_fields
 from jmoe.checkpoint.methods.base import (
     SCALE_DTYPES,
     CheckpointError,
@@ -399,45 +400,12 @@ def _packed_shape(tensors: Tensors, found: _Module) -> tuple[int, int]:
     if info.shape != (2,) or info.dtype not in ("I64", "I32"):
         raise CheckpointError(f"{where(info)} is {info.dtype} of shape {info.shape}, expected the two I64 numbers N, K")
     n, k = (int(extent) for extent in tensors.read(info.name))
-    if n != rows or k < 1 or words not in _word_counts(k, found.args.bits):
+    if n != rows or k < 1 or words not in bit_fields.word_counts(k, found.args.bits):
         raise CheckpointError(
             f"{where(info)} holds {[n, k]}, which does not fit {found.info.name!r} of shape {found.info.shape} with "
             f"{found.args.bits} bits an element"
         )
     return n, k
-
-
-def _word_counts(count: int, bits: int) -> tuple[int, int]:
-    """Words of 32 bits that so many fields take, as a stream of bits and as whole fields in every word."""
-    return -(-count * bits // 32), -(-count // (32 // bits))
-
-
-def _unpack(words: np.ndarray, bits: int, count: int, info: TensorInfo) -> np.ndarray:
-    """Fields of words (rows, W), the least significant first: unsigned (rows, count).
-
-    Where a word is no multiple of the field, versions of the library differ: older ones have whole fields in every
-    word, newer ones a stream across words. The number of words says which it is, unless both take as many.
-    """
-    stream, whole = _word_counts(count, bits)
-    if words.shape[1] not in (stream, whole):
-        raise CheckpointError(
-            f"{where(info)} has shape {info.shape}, expected {stream} words of 32 bits for {count} elements of {bits} "
-            "bits"
-        )
-    per_word = 32 // bits
-    if stream == whole and 32 % bits and count > per_word:
-        raise CheckpointError(
-            f"{where(info)} has {stream} words for {count} elements of {bits} bits, which versions of the library read "
-            "in two ways: expected another number of elements"
-        )
-    octets = np.ascontiguousarray(words).view(np.uint8)
-    if bits == 8:
-        return octets[:, :count]
-    element = np.arange(count)
-    position = element * bits if words.shape[1] == stream else element // per_word * 32 + element % per_word * bits
-    octets = np.pad(octets, ((0, 0), (0, 1)))
-    pairs = octets[:, position // 8] | (octets[:, position // 8 + 1].astype(np.uint16) << 8)
-    return (pairs >> (position % 8).astype(np.uint16) & np.uint16(2**bits - 1)).astype(np.uint8)
 
 
 def _as_stored(values: np.ndarray, found: _Module, info: TensorInfo) -> np.ndarray:
@@ -454,12 +422,6 @@ def _as_stored(values: np.ndarray, found: _Module, info: TensorInfo) -> np.ndarr
     return codes if found.narrow else codes.view(np.int8)
 
 
-def _pack_nibbles(codes: np.ndarray) -> np.ndarray:
-    """Codes of 4 bits (N, K), two to a byte, the low nibble first."""
-    padded = np.pad(codes, ((0, 0), (0, codes.shape[1] % 2)))
-    return padded[:, ::2] | (padded[:, 1::2] << 4)
-
-
 def _load_integers(tensors: Tensors, found: _Module) -> HostWeight:
     info, args = found.info, found.args
     n, k = _packed_shape(tensors, found) if found.layout == "packed" else info.shape
@@ -474,12 +436,12 @@ def _load_integers(tensors: Tensors, found: _Module) -> HostWeight:
     if as_packed and index is None:
         data = np.ascontiguousarray(stored).view(np.uint8)[:, : -(-k // 2)]
         return _host(data, scale, _weight_scheme(found), found.group.input, zero_point=zero_point, odd_k=k % 2 == 1)
-    fields = _unpack(stored, args.bits, k, info) if found.layout == "packed" else stored
+    fields = bit_fields.unpack(stored, args.bits, k, info) if found.layout == "packed" else stored
     codes = _as_stored(fields, found, info)
     if index is not None:
         zeros = np.float32(INT4_OFFSET if found.narrow else 0) if zero_point is None else zero_point[:, index]
         return (codes.astype(np.float32) - zeros) * scale.astype(np.float32)[:, index]
-    data = _pack_nibbles(codes) if found.narrow else codes
+    data = bit_fields.pack_nibbles(codes) if found.narrow else codes
     odd_k = found.narrow and k % 2 == 1
     return _host(data, scale, _weight_scheme(found), found.group.input, zero_point=zero_point, odd_k=odd_k)
 
@@ -491,9 +453,9 @@ def _load_zero_point(tensors: Tensors, found: _Module, shape: tuple[int, int]) -
     stored = tensors.read(info.name)
     if found.layout == "packed":
         if stored.ndim != 2 or stored.shape[1] != columns:
-            words = _word_counts(rows, found.args.bits)[0]
+            words = bit_fields.word_counts(rows, found.args.bits)[0]
             raise CheckpointError(f"{where(info)} has shape {info.shape}, expected {(words, columns)}, packed along N")
-        stored = _unpack(stored.T, found.args.bits, rows, info).T
+        stored = bit_fields.unpack(stored.T, found.args.bits, rows, info).T
     else:
         _require_grid(info, found, shape)
         stored = stored.reshape(rows, columns)
@@ -534,7 +496,7 @@ def _check_zeros(tensors: Tensors, found: _Module) -> None:
         zero = not values.astype(np.float32).any()
         if not zero and found.layout == "packed" and values.ndim == 2 and values.dtype == np.int32:
             rows = scale_grid((found.info.shape[0], 1), found.args.block)[0]
-            zero = bool((_unpack(values.T, found.args.bits, rows, info) == half).all())
+            zero = bool((bit_fields.unpack(values.T, found.args.bits, rows, info) == half).all())
         if not zero:
             raise CheckpointError(
                 f"{where(info)} holds zero points other than 0, but the configuration's "
