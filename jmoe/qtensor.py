@@ -1,9 +1,10 @@
 """``QTensor``: one pytree that holds any quantized array."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,11 @@ from jmoe.numerics import INT4, INT4_OFFSET
 from jmoe.scheme import Scheme
 from jmoe.sharding import AxisName, automatic_inside, spec_of
 from pallas_kernels import bits
-from pallas_kernels.layouts import CANONICAL, Layout
+from pallas_kernels.fourbit import packing
+from pallas_kernels.layouts import CANONICAL, PACKED_BFLOAT16, PACKED_E4M3, Layout
+
+_OPERANDS: dict[Layout, Literal["bfloat16", "e4m3"]] = {PACKED_BFLOAT16: "bfloat16", PACKED_E4M3: "e4m3"}
+"""What kernels make of codes in each packed layout."""
 
 
 @jax.tree_util.register_dataclass
@@ -37,7 +42,7 @@ class QTensor:
       zero_point: shape of ``scale``, uint8 for 4-bit codes, int8 for 8-bit ones, or None.
       scheme: how the array is quantized.
       input_scheme: how operations quantise the other operand; None is weight-only.
-      layout: CANONICAL, or a kernel's own packing.
+      layout: CANONICAL, which the shapes and dtypes above are of, or a kernel's own packing; see ``in_layout``.
       odd_k: K is odd, so the last nibble of each row of a 4-bit array is padding.
     """
 
@@ -102,6 +107,8 @@ class QTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """The logical shape (..., N, K)."""
+        if self.layout.n:
+            return (*self.data.shape[:-2], self.layout.n, self.layout.k)
         *batch, k = self.data.shape
         return (*batch, 2 * k - self.odd_k) if self.scheme.fmt.bits == 4 else (*batch, k)
 
@@ -123,7 +130,8 @@ class QTensor:
     @automatic_inside(lambda _, q: PartitionSpec(*spec_of(q.data)))
     def codes(self) -> Array:
         """The codes as the format's own dtype: float8_*, int8, float4_e2m1fn, or int4 (uint8 with a zero point)."""
-        raw = numerics.unpack(self.data, self.scheme.fmt, self.shape[-1])
+        canonical = self.in_layout(CANONICAL)
+        raw = numerics.unpack(canonical.data, self.scheme.fmt, self.shape[-1])
         if self.scheme.format == "e2m1":
             return bits.e2m1_decode(raw).astype(jnp.float4_e2m1fn)
         if self.scheme.format == "int4" and self.zero_point is None:
@@ -133,14 +141,13 @@ class QTensor:
     @property
     def scales(self) -> Array:
         """The scales as the dtype that they are; bytes of e8m0 become float8_e8m0fnu."""
-        if self.scale.dtype == jnp.uint8:
-            return lax.bitcast_convert_type(self.scale, jnp.float8_e8m0fnu)
-        return self.scale
+        scale = self.in_layout(CANONICAL).scale
+        return lax.bitcast_convert_type(scale, jnp.float8_e8m0fnu) if scale.dtype == jnp.uint8 else scale
 
     @automatic_inside(lambda _, q: PartitionSpec(*spec_of(q.scale)))
     def combined_scale(self) -> Array:
         """float32 scale * global_scale on the scale grid (rows where the global scale has them), rounded once."""
-        scale = numerics.decode_scale(self.scale)
+        scale = numerics.decode_scale(self.in_layout(CANONICAL).scale)
         if self.global_scale is None:
             return scale
         if self.global_scale.shape[-2] != 1:
@@ -152,7 +159,7 @@ class QTensor:
         """The values (..., N, K), computed in float32 and cast once to a floating point dtype."""
         dtype = float_dtype("dtype", dtype)
         if self.layout != CANONICAL:
-            raise ValueError(f"layout={self.layout.name!r}: dequantize reads the canonical layout; unpack first")
+            return self.in_layout(CANONICAL).dequantize(dtype)
         n, k = self.shape[-2:]
         values = numerics.decode(numerics.unpack(self.data, self.scheme.fmt, k), self.scheme.fmt)
         if self.zero_point is not None:
@@ -160,6 +167,18 @@ class QTensor:
         elif self.scheme.format == "int4":
             values = values - INT4_OFFSET
         return (values * expand(self.combined_scale(), self.scheme.block, (n, k))).astype(dtype)
+
+    def in_layout(self, layout: Layout) -> "QTensor":
+        """The same tensor arranged so: bits change places, and come back in the canonical layout.
+
+        Raises:
+          ValueError: there is no way from the one layout to the other for such a tensor.
+        """
+        if layout.kind == self.layout.kind:
+            return self
+        if self.layout != CANONICAL:
+            return _unpacked(self, packing_of(self.scheme, self.layout, self.shape)).in_layout(layout)
+        return _packed(self, layout.kind, packing_of(self.scheme, layout, self.shape))
 
     def with_input_scheme(self, input_scheme: Scheme | None) -> "QTensor":
         """The same tensor, for operations that quantise the other operand so (None: not at all)."""
@@ -187,12 +206,55 @@ class QTensor:
         return f"QTensor({', '.join(parts)})"
 
 
+def packing_of(scheme: Scheme, layout: Layout, shape: tuple[int, ...]) -> packing.Packing:
+    """How a weight (..., N, K) of such a scheme is packed in a layout.
+
+    Raises:
+      ValueError: it is not.
+    """
+    operand = _OPERANDS.get(layout.kind)
+    rows, group = scheme.block
+    of_e2m1 = {"e8m0": group == 32, "e4m3": group == 16 and operand == "bfloat16"}.get(scheme.scale_dtype, False)
+    of_int4 = operand == "bfloat16" and packing.supports_group(group)
+    if operand is None or rows != 1 or not {"e2m1": of_e2m1, "int4": of_int4}.get(scheme.format, False):
+        raise ValueError(f"layout={layout.name!r}: there is no way from or to it for {scheme.describe()}")
+    return packing.Packing(
+        codes="int4" if scheme.format == "int4" else "e2m1",
+        operand=operand,
+        scale=scheme.scale_dtype,
+        group=group,
+        zero_point=scheme.zero_point,
+        n=shape[-2],
+        k=shape[-1],
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _packed(q: QTensor, layout: Layout, how: packing.Packing) -> QTensor:
+    data, scale, zero_point, global_scale = packing.pack(q.data, q.scale, q.zero_point, q.global_scale, how)
+    layout = replace(layout, n=how.n, k=how.k)
+    return replace(q, data=data, scale=scale, zero_point=zero_point, global_scale=global_scale, layout=layout)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _unpacked(q: QTensor, how: packing.Packing) -> QTensor:
+    parts = packing.Packed(q.data, q.scale, q.zero_point, q.global_scale)
+    data, scale, zero_point = packing.unpack(parts, how)
+    return replace(q, data=data, scale=scale, zero_point=zero_point, layout=CANONICAL)
+
+
 def part_specs(q: QTensor, spec: tuple[AxisName, ...]) -> QTensor:
     """How the arrays of ``q`` are sharded where its elements are by ``spec``, one entry an axis: a PartitionSpec each.
 
     Scales are sharded with their blocks, unless the last block is ragged, or one scale is for all.
     """
     *batch, rows, columns = spec
+    if q.layout != CANONICAL:
+        if rows is not None or columns is not None:
+            raise ValueError(
+                f"layout={q.layout.name!r}: rows and columns are not split over devices; q.in_layout(CANONICAL) can be"
+            )
+        return jax.tree.map(lambda leaf: PartitionSpec(*batch, None, None), q)
     n, k = q.shape[-2:]
 
     def part(leaf: Array, block: tuple[int, int]) -> PartitionSpec:

@@ -12,13 +12,31 @@ from jax import Array, lax
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A named arrangement of a tensor's codes and scales."""
+    """A named arrangement of a tensor's codes and scales.
+
+    Attributes:
+      name: which.
+      n, k: rows and columns of the tensor, where its arrays do not tell; else 0.
+    """
 
     name: str
+    n: int = 0
+    k: int = 0
+
+    @property
+    def kind(self) -> "Layout":
+        """The arrangement alone."""
+        return Layout(self.name)
 
 
 CANONICAL = Layout("canonical")
 """Row-major codes, two 4-bit codes a byte with the even element in the low nibble, scales as a grid of blocks."""
+
+PACKED_BFLOAT16 = Layout("packed_bfloat16")
+"""Four-bit codes for products with bfloat16 activations, see ``fourbit.packing``."""
+
+PACKED_E4M3 = Layout("packed_e4m3")
+"""Four-bit codes for products with e4m3 activations."""
 
 
 def pack_ue8m0_words(scale: Array) -> Array:

@@ -41,11 +41,16 @@ def as_device(device: DeviceSpec | jax.Device | str | None) -> DeviceSpec:
 
 
 def default_accumulation(recipe: Recipe) -> Accumulation:
-    """What a call that asks for nothing gets: "fast" for FP8 operands with one scale over all of K, else "exact"."""
+    """What a call that asks for nothing gets: "fast" for FP8 operands with one scale over all of K, else "exact".
+
+    MXFP4 weights are such operands, since their scales go into the codes' exponents.
+    """
     weight, x = recipe.weight, recipe.input
-    if weight is None or x is None or not {weight.format, x.format} <= {"e4m3", "e5m2"}:
+    if weight is None or x is None or x.format not in ("e4m3", "e5m2"):
         return "exact"
-    return "fast" if weight.block[1] == x.block[1] == -1 else "exact"
+    folded = weight.format == "e2m1" and weight.scale_dtype == "e8m0"
+    one = weight.format in ("e4m3", "e5m2") and weight.block[1] == -1
+    return "fast" if (one or folded) and x.block[1] == -1 else "exact"
 
 
 def select(

@@ -6,17 +6,17 @@ themselves are imported when they are first run, so that importing jmoe takes no
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import jax.numpy as jnp
 from jax import Array
 
-from jmoe.backends import common, tuned
+from jmoe.backends import common, packed, tuned
 from jmoe.backends.spec import Accumulation, BatchedArgs, DeviceSpec, LinearArgs, MoEArgs, OpSpec, Plan, Selection
 from jmoe.qtensor import QTensor
 from jmoe.scheme import Recipe, Scheme
 from pallas_kernels.bits import INT32_PRODUCTS
-from pallas_kernels.layouts import CANONICAL
+from pallas_kernels.layouts import CANONICAL, PACKED_BFLOAT16, PACKED_E4M3
 from pallas_kernels.tuning import table
 from pallas_kernels.tuning.heuristics import Operands, matmul_tile
 from pallas_kernels.tuning.moe_heuristics import MoETiles, moe_tiles
@@ -45,7 +45,8 @@ def plan(op: OpSpec, device: DeviceSpec, *, explicit: bool) -> Plan:
     accumulation = op.accumulation or "exact"
     measured = tuned.find(op, device, accumulation)
     tiles, origin = measured or (heuristic_tiles(op, device, accumulation), "heuristic")
-    return Plan(tiles=tiles, tiles_from=origin, accumulation=accumulation, note=_note(op, accumulation))
+    layout, note = packed.layout_of(op.recipe), _note(op, accumulation)
+    return Plan(tiles=tiles, tiles_from=origin, accumulation=accumulation, layout=layout, note=note)
 
 
 def heuristic_tiles(op: OpSpec, device: DeviceSpec, accumulation: Accumulation) -> tuple[tuple[str, Any], ...]:
@@ -55,6 +56,10 @@ def heuristic_tiles(op: OpSpec, device: DeviceSpec, accumulation: Accumulation) 
         "capability": device.compute_capability,
         "sm_count": device.sm_count,
     }
+    if packed.is_packed(op.recipe):
+        if op.op == "linear":
+            return table.parts(packed.tile_of_linear(op, **facts))
+        return table.parts(packed.tiles_of_experts(op, **facts))
     if op.op == "linear":
         tile = matmul_tile(
             op.tokens,
@@ -90,9 +95,12 @@ def _tiles_of_experts(op: OpSpec, exact: bool, facts: dict[str, Any]) -> MoETile
 
 
 def _note(op: OpSpec, accumulation: str) -> str:
-    if accumulation == "exact" or operands_of(op) != "fp8":
-        return ""
-    return "FP8 sums stay in the tensor core for all of K; accumulation='exact' promotes them every 128"
+    notes = []
+    if accumulation == "fast" and operands_of(op) == "fp8":
+        notes.append("FP8 sums stay in the tensor core for all of K; accumulation='exact' promotes them every 128")
+    if op.layout != packed.layout_of(op.recipe):
+        notes.append("weights are packed for its kernels in every call; jmoe.prepare does it once")
+    return "; ".join(notes)
 
 
 def _refusals(op: OpSpec, device: DeviceSpec) -> list[str]:
@@ -114,11 +122,11 @@ def _refusals(op: OpSpec, device: DeviceSpec) -> list[str]:
     if op.measures_across:
         axes = ", ".join(dict.fromkeys((*op.shards.rows, *op.shards.columns)))
         reasons.append(f"an activation's scale is measured across the mesh axes {axes}, and its kernels measure on one")
-    if op.layout != CANONICAL:
+    if op.layout not in (CANONICAL, *((PACKED_BFLOAT16, PACKED_E4M3) if packed.is_packed(op.recipe) else ())):
         reasons.append(f"weights are in the layout {op.layout.name!r}, and its kernels read the canonical one")
-    reasons += _recipe_refusals(op.recipe, op.hidden)
+    reasons += _recipe_refusals(op, op.recipe, op.hidden)
     if op.op != "linear":
-        reasons += _recipe_refusals(op.second_recipe or op.recipe, op.intermediate)
+        reasons += _recipe_refusals(op, op.second_recipe or op.recipe, op.intermediate)
     if len({(recipe.weight and recipe.weight.format, recipe.input is None) for recipe in recipes}) > 1:
         reasons.append("w13 and w2 are of two kinds, and its kernels take one")
     return reasons
@@ -139,13 +147,15 @@ def _capability_refusals(recipe: Recipe, device: DeviceSpec) -> list[str]:
     return []
 
 
-def _recipe_refusals(recipe: Recipe, k: int) -> list[str]:
+def _recipe_refusals(op: OpSpec, recipe: Recipe, k: int) -> list[str]:
     """Why not, of a product over ``k`` columns."""
     weight, x = recipe.weight, recipe.input
     if weight is None:
         return []
+    if packed.is_packed(recipe):
+        return packed.refusals(op, recipe)
     if weight.format not in _CODES or weight.global_scale is not None or weight.zero_point:
-        return [f"its kernels take plain, e4m3 and symmetric int8 weights, and these are {weight.describe()}"]
+        return [f"its kernels take plain, e4m3, symmetric int8 and four-bit weights, and these are {weight.describe()}"]
     if x is None:
         return []
     if x.format not in _CODES or x.global_scale is not None or x.zero_point or x.block[0] not in (-1, 1):
@@ -193,6 +203,24 @@ def linear(op: OpSpec, selection: Selection, args: LinearArgs) -> Array:
 
     scheme = common.input_scheme_of(args.w)
     x, x_scale = _dense_input(args.x, scheme, args.input_scale)
+    activation = None if op.activation is None else _ungated_name(op.activation.name)
+    if packed.is_packed(op.recipe):
+        from pallas_kernels.fourbit import linear as fourbit
+
+        assert isinstance(args.w, QTensor)
+        w, how = packed.parts(args.w)
+        return fourbit.linear(
+            x,
+            w,
+            packing=how,
+            x_scale=x_scale,
+            bias=args.bias,
+            activation=activation,
+            layer=args.layer,
+            exact=selection.accumulation == "exact",
+            out_dtype=op.out_dtype,
+            tile=selection.tile("tile"),
+        )
     data, scale = _parts(args.w)
     return matmul.linear(
         x,
@@ -202,7 +230,7 @@ def linear(op: OpSpec, selection: Selection, args: LinearArgs) -> Array:
         w_block=_block(op.recipe.weight),
         x_group=-1 if scheme is None else scheme.block[1],
         bias=args.bias,
-        activation=None if op.activation is None else _ungated_name(op.activation.name),
+        activation=activation,
         layer=args.layer,
         exact=selection.accumulation == "exact",
         out_dtype=op.out_dtype,
@@ -248,7 +276,7 @@ def fused_moe(op: OpSpec, selection: Selection, args: MoEArgs) -> Array:
         _experts(args),
         weights,
         args.topk_ids,
-        spec=_experts_spec(op, selection),
+        spec=_experts_spec(op, selection, args),
         x_scale=x_scale,
         expert_map=args.expert_map,
     )
@@ -261,7 +289,9 @@ def batched_experts(op: OpSpec, selection: Selection, args: BatchedArgs) -> Arra
     codes, x_scale = _parts(args.x)
     if x_scale is not None:  # one a row, also where an expert's rows share one
         x_scale = jnp.broadcast_to(x_scale, (*codes.shape[:2], x_scale.shape[-1]))
-    return moe.batched_experts(codes, args.counts, _experts(args), spec=_experts_spec(op, selection), x_scale=x_scale)
+    return moe.batched_experts(
+        codes, args.counts, _experts(args), spec=_experts_spec(op, selection, args), x_scale=x_scale
+    )
 
 
 def _experts(args: MoEArgs | BatchedArgs) -> "Experts":
@@ -269,7 +299,12 @@ def _experts(args: MoEArgs | BatchedArgs) -> "Experts":
     from pallas_kernels.experts import Experts
 
     params = args.activation_params or ()
+    w13: Any
+    w2: Any
     (w13, w13_scale), (w2, w2_scale) = _parts(args.w13), _parts(args.w2)
+    if _is_packed(args.w13) and _is_packed(args.w2):
+        (w13, _), (w2, _) = packed.parts(args.w13), packed.parts(args.w2)
+        w13_scale = w2_scale = None
     return Experts(
         w13=w13,
         w2=w2,
@@ -284,7 +319,11 @@ def _experts(args: MoEArgs | BatchedArgs) -> "Experts":
     )
 
 
-def _experts_spec(op: OpSpec, selection: Selection) -> "ExpertsSpec":
+def _is_packed(w: Array | QTensor) -> TypeGuard[QTensor]:
+    return isinstance(w, QTensor) and w.layout != CANONICAL
+
+
+def _experts_spec(op: OpSpec, selection: Selection, args: MoEArgs | BatchedArgs) -> "ExpertsSpec":
     from pallas_kernels.activation import Activation
     from pallas_kernels.experts import ExpertsSpec
 
@@ -300,6 +339,8 @@ def _experts_spec(op: OpSpec, selection: Selection) -> "ExpertsSpec":
         input_scheme=_input_scheme(op.recipe.input),
         intermediate_scheme=_input_scheme(second.input),
         exact=selection.accumulation == "exact",
+        w13_packing=packed.parts(args.w13)[1] if _is_packed(args.w13) else None,
+        w2_packing=packed.parts(args.w2)[1] if _is_packed(args.w2) else None,
     )
 
 

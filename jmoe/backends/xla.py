@@ -25,7 +25,7 @@ from jmoe.numerics import INT4_OFFSET
 from jmoe.qtensor import QTensor, expand, expand_axis, index_leading
 from jmoe.scheme import Scheme
 from pallas_kernels import bits
-from pallas_kernels.layouts import CANONICAL
+from pallas_kernels.layouts import CANONICAL, PACKED_BFLOAT16, PACKED_E4M3
 
 NAME = "xla"
 
@@ -46,7 +46,7 @@ def plan(op: OpSpec, device: DeviceSpec, *, explicit: bool) -> Plan:
     Raises:
       NotImplementedError: weights are in a kernel's layout, or FP4 activations would be emulated unasked on a GPU.
     """
-    if op.layout != CANONICAL:
+    if op.layout not in (CANONICAL, PACKED_BFLOAT16, PACKED_E4M3):
         raise NotImplementedError(f"weights are in the layout {op.layout.name!r}, and it reads the canonical one only")
     common.check_emulation(op, device, NAME, explicit=explicit)
     operands = _operands(op, device)
@@ -64,6 +64,8 @@ def plan(op: OpSpec, device: DeviceSpec, *, explicit: bool) -> Plan:
     notes = []
     if op.recipe.weight is not None:
         notes.append(f"weights are dequantised to {operands}, {extent}")
+    if op.layout != CANONICAL:
+        notes.append(f"weights are brought from the layout {op.layout.name!r} to the canonical one in every call")
     if common.has_fp4_activations(op):
         notes.append(f"FP4 activations are emulated: rounded to FP4, multiplied in {operands}")
     if op.accumulation == "fast":

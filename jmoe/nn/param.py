@@ -20,7 +20,7 @@ from jmoe.arguments import COMPUTE_DTYPES, as_array, float_dtype
 from jmoe.qtensor import QTensor, grid_axes
 from jmoe.quantize import check_static_scale, quantize
 from jmoe.scheme import Recipe, Scheme, recipe_of
-from pallas_kernels.layouts import Layout
+from pallas_kernels.layouts import CANONICAL, Layout
 
 AxisName = str | tuple[str, ...] | None
 """A mesh axis (or a logical one, or several) that an array axis is sharded over; None is not at all."""
@@ -149,6 +149,8 @@ def set_weight(
         force cannot hold ``w`` so.
     """
     axes = (None,) * (w.ndim - len(axes)) + tuple(axes)
+    if isinstance(w, QTensor) and any(axes[-2:]):
+        w = w.in_layout(CANONICAL)  # no kernel's own packing can be split along rows or columns
     _check_placement(name, w, axes)
     fmt = WeightFormat(w.scheme, w.input_scheme, w.layout, w.odd_k) if isinstance(w, QTensor) else None
     values: dict[str, nnx.Variable | None] = {input_scale_name(name): _input_scale(module, name, fmt, input_scale)}

@@ -20,6 +20,7 @@ from jmoe.config import config
 from jmoe.ops.transform import Leaf, execute
 from jmoe.qtensor import QTensor
 from jmoe.scheme import Scheme, recipe_of
+from pallas_kernels.layouts import Layout
 
 Args = LinearArgs | MoEArgs | BatchedArgs
 
@@ -149,8 +150,16 @@ class _Operation:
 
 
 def _function(op: OpSpec, selection: Selection) -> Callable[[Args], Array]:
+    """The implementation's function, which gets weights in the layout that it wants."""
     module = IMPLEMENTATIONS[selection.implementation]
-    return functools.partial(getattr(module, _FUNCTIONS[op.op]), op, selection)
+    run = functools.partial(getattr(module, _FUNCTIONS[op.op]), op, selection)
+    return lambda args: run(_arranged(args, selection.layout))
+
+
+def _arranged(args: Args, layout: Layout) -> Args:
+    weights = {name: getattr(args, name) for name in ("w", "w13", "w2") if name in args._fields}
+    arranged: dict[str, Any] = {n: w.in_layout(layout) for n, w in weights.items() if isinstance(w, QTensor)}
+    return args._replace(**arranged)
 
 
 def _is_of_rows(scheme: Scheme | None) -> bool:

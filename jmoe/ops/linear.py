@@ -100,6 +100,6 @@ def linear(
         layers=layers,
         quantized_input=quantized,
         accumulation=accumulation,
-        layout=w.layout if isinstance(w, QTensor) else CANONICAL,
+        layout=w.layout.kind if isinstance(w, QTensor) else CANONICAL,
     )
     return call(op, args, implementation).reshape(*lead, n)

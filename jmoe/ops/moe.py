@@ -280,6 +280,6 @@ class Experts:
             layers=self.layers,
             quantized_input=isinstance(x, QTensor),
             accumulation=accumulation,
-            layout=self.w13.layout if isinstance(self.w13, QTensor) else CANONICAL,
+            layout=self.w13.layout.kind if isinstance(self.w13, QTensor) else CANONICAL,
             **facts,
         )

@@ -35,7 +35,7 @@ def prepare(
       The same values.
 
     Raises:
-      ValueError: ``w`` is in a layout already, and another one is wanted, or an operation that there is not.
+      ValueError: ``w`` is in a layout from which there is no way to the one wanted, or an operation that there is not.
       TypeError: ``w`` is no weight.
       Whatever ``jmoe.select`` raises, where nothing serves such a weight.
     """
@@ -46,13 +46,7 @@ def prepare(
             raise TypeError(f"w is {type_of(w)}, but a weight is a QTensor or an array")
         return w
     spec = op if isinstance(op, OpSpec) else _typical(w, op)
-    wanted = select(spec.replace(layout=w.layout), device).layout
-    if w.layout != wanted:
-        raise ValueError(
-            f"w is in the layout {w.layout.name!r}, but {wanted.name!r} is wanted here, and there is no way from one "
-            "to the other"
-        )
-    return w
+    return w.in_layout(select(spec.replace(layout=w.layout.kind), device).layout)
 
 
 def _typical(w: QTensor, op: Op) -> OpSpec:

@@ -115,18 +115,42 @@ def test_the_second_products_recipe_counts_as_well():
 
 
 @pytest.mark.parametrize(
-    "name", ["bf16", "fp8_tensor", "fp8_tensor_static", "fp8_block", "fp8_w8a16", "int8", "int8_w8a16"]
+    "name",
+    [
+        *("bf16", "fp8_tensor", "fp8_tensor_static", "fp8_channel", "fp8_block", "fp8_w8a16", "int8", "int8_w8a16"),
+        *("mxfp4", "mxfp4_a8", "nvfp4_w4a16", "int4", "int4:group=32,zero_point", "int4:group=-1"),
+    ],
 )
 @pytest.mark.parametrize("op", [LINEAR, MOE], ids=["linear", "moe"])
 def test_triton_comes_first_where_its_kernels_serve(op, name):
     assert select(op.replace(recipe=recipe(name)), "h100").implementation == "triton"
 
 
-@pytest.mark.parametrize("name", ["int4", "int8_w8a16:zero_point", "mxfp4", "nvfp4_w4a16", "int4_fp8"])
-def test_triton_says_which_weights_its_kernels_take(name):
+@pytest.mark.parametrize(
+    "name, told",
+    [
+        ("int8_w8a16:zero_point", "its kernels take plain, e4m3, symmetric int8 and four-bit weights, and these are "),
+        ("int4_fp8", "with quantised activations its kernels take e2m1 weights with e8m0 scales and e4m3 codes "),
+        (
+            "int4:group=48",
+            "its int4 groups are of 16, 32, 64, a multiple of 128, or all columns of one row, not int4 1x48",
+        ),
+    ],
+)
+def test_triton_says_which_weights_its_kernels_take(name, told):
     op = LINEAR.replace(recipe=recipe(name))
-    assert reason(op, "h100").startswith("its kernels take plain, e4m3 and symmetric int8 weights, and these are ")
+    assert reason(op, "h100").startswith(told)
     assert select(op, "h100").implementation == "xla"
+
+
+def test_four_bit_weights_meet_bfloat16_or_are_quantised_for():
+    for dtype in ("float16", "float32"):
+        op = LINEAR.replace(dtype=dtype)
+        told = reason(op.replace(recipe=recipe("mxfp4")), "h100")
+        assert told == (
+            f"its kernels multiply four-bit weights with bfloat16 activations, and would have to round {dtype} ones"
+        )
+        assert select(op.replace(recipe=recipe("mxfp4_a8")), "h100").implementation == "triton"
 
 
 @pytest.mark.parametrize("name", ["int8", "int8_w8a16", "int8_w8a16:group=32"])
@@ -258,6 +282,8 @@ def test_a_plan_knows_whether_it_was_asked_for_by_name(monkeypatch):
         ("int8", "exact"),
         ("int4", "exact"),
         ("int4_fp8", "exact"),
+        ("mxfp4_a8", "fast"),
+        ("mxfp4_mxfp8", "exact"),
         ("nvfp4", "exact"),
         ("bf16", "exact"),
     ],
@@ -478,7 +504,7 @@ def test_a_device_is_known_by_the_name_that_it_shows():
 
 
 def test_why_is_the_reason_with_the_note():
-    op = jmoe.OpSpec(op="linear", recipe=jmoe.recipe("int4"), tokens=4, hidden=256, features=128)
+    op = jmoe.OpSpec(op="linear", recipe=jmoe.recipe("int4:group=48"), tokens=4, hidden=256, features=128)
     selection = jmoe.select(op, "h200")
     assert selection.why == f"{selection.reason}; {selection.note}"
     assert "triton: " in selection.why and "dequantised" in selection.why

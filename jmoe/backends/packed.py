@@ -1,0 +1,89 @@
+"""What the Triton kernels serve of four-bit weights, and their arrays and static facts."""
+
+from typing import Any
+
+from jmoe.backends.spec import OpSpec
+from jmoe.qtensor import QTensor, packing_of
+from jmoe.scheme import Recipe
+from pallas_kernels.fourbit.packing import Packed, Packing, supports_group
+from pallas_kernels.layouts import CANONICAL, PACKED_BFLOAT16, PACKED_E4M3, Layout
+from pallas_kernels.tuning.fourbit import Kind, linear_tile, moe_tiles
+from pallas_kernels.tuning.heuristics import MatmulTile
+from pallas_kernels.tuning.moe_heuristics import MoETiles
+
+
+def is_packed(recipe: Recipe) -> bool:
+    """Whether the kernels want such weights packed."""
+    return recipe.weight is not None and recipe.weight.fmt.bits == 4
+
+
+def layout_of(recipe: Recipe) -> Layout:
+    """The layout that kernels want a weight of that recipe in."""
+    if not is_packed(recipe):
+        return CANONICAL
+    return PACKED_BFLOAT16 if recipe.input is None else PACKED_E4M3
+
+
+def refusals(op: OpSpec, recipe: Recipe) -> list[str]:
+    """Why products with such four-bit weights are not served."""
+    weight, x = recipe.weight, recipe.input
+    assert weight is not None
+    if x is not None:
+        folds = weight.scale_dtype == "e8m0" and weight.block == (1, 32)
+        if not folds or x.format != "e4m3" or x.block[1] != -1 or x.global_scale is not None:
+            return [
+                "with quantised activations its kernels take e2m1 weights with e8m0 scales and e4m3 codes with a scale "
+                f"a tensor or token, not {weight.describe()} with {x.describe()}"
+            ]
+        return []
+    reasons = []
+    if op.dtype != "bfloat16":
+        reasons.append(
+            f"its kernels multiply four-bit weights with bfloat16 activations, and would have to round {op.dtype} ones"
+        )
+    rows, group = weight.block
+    if weight.format == "int4":
+        if rows != 1 or not supports_group(group):
+            reasons.append(
+                "its int4 groups are of 16, 32, 64, a multiple of 128, or all columns of one row, "
+                f"not {weight.describe()}"
+            )
+    elif weight.block != {"e8m0": (1, 32), "e4m3": (1, 16)}[weight.scale_dtype]:
+        reasons.append(f"its e2m1 blocks are 1x32 with e8m0 and 1x16 with e4m3 scales, not {weight.describe()}")
+    return reasons
+
+
+def tile_of_linear(op: OpSpec, **facts: Any) -> MatmulTile:
+    """The heuristic's tile."""
+    how = _packing(op.recipe, op.features, op.hidden)
+    return linear_tile(op.tokens, op.features, op.hidden, kind=_kind(how), **facts)
+
+
+def tiles_of_experts(op: OpSpec, *, sm_count: int, **facts: Any) -> MoETiles:
+    """The heuristic's tiles."""
+    how = _packing(op.recipe, op.intermediate, op.hidden)
+    return moe_tiles(
+        op.tokens,
+        op.hidden,
+        op.intermediate,
+        op.experts,
+        max(op.top_k, 1),
+        kind=_kind(how),
+        halves=2 if op.gated else 1,
+        batched=op.op == "batched_experts",
+        **facts,
+    )
+
+
+def parts(w: QTensor) -> tuple[Packed, Packing]:
+    """A packed weight's arrays, and how it is packed."""
+    return Packed(w.data, w.scale, w.zero_point, w.global_scale), packing_of(w.scheme, w.layout, w.shape)
+
+
+def _packing(recipe: Recipe, n: int, k: int) -> Packing:
+    assert recipe.weight is not None
+    return packing_of(recipe.weight, layout_of(recipe), (n, k))
+
+
+def _kind(how: Packing) -> Kind:
+    return Kind(operand=how.operand, words=how.words_a_tile)
