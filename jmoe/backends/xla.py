@@ -7,24 +7,30 @@ weight outlives its block. Sums are float32, in an order that shapes alone decid
 """
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jmoe import numerics
 from jmoe.backends import activation as act
 from jmoe.backends import common
 from jmoe.backends.common import Weight
-from jmoe.backends.spec import BatchedArgs, DeviceSpec, LinearArgs, MoEArgs, OpSpec, Plan, Selection
-from jmoe.numerics import INT4_OFFSET
-from jmoe.qtensor import QTensor, expand, expand_axis, index_leading
+from jmoe.backends.spec import DeviceSpec, LinearArgs, OpSpec, Plan, Selection
+from jmoe.backends.xla_experts import batched_experts as batched_experts
+from jmoe.backends.xla_experts import fused_moe as fused_moe
+from jmoe.backends.xla_operands import (
+    Operand,
+    as_operand,
+    entry_at,
+    multiply,
+    quantized_operand,
+    window,
+    with_row_scale,
+)
+from jmoe.qtensor import QTensor
 from jmoe.scheme import Scheme
-from pallas_kernels import bits
 from pallas_kernels.layouts import CANONICAL, PACKED_BFLOAT16, PACKED_E4M3
 
 NAME = "xla"
@@ -63,7 +69,8 @@ def plan(op: OpSpec, device: DeviceSpec, *, explicit: bool) -> Plan:
         extent = "one expert at a time, once a slot" if rows == 1 else f"one expert at a time, once {rows} rows"
     notes = []
     if op.recipe.weight is not None:
-        notes.append(f"weights are dequantised to {operands}, {extent}")
+        held = "float32, multiplied in tensorfloat32" if operands == "tensorfloat32" else operands
+        notes.append(f"weights are dequantised to {held}, {extent}")
     if op.layout != CANONICAL:
         notes.append(f"weights are brought from the layout {op.layout.name!r} to the canonical one in every call")
     if common.has_fp4_activations(op):
@@ -141,85 +148,16 @@ def _block_rows(op: OpSpec, device: DeviceSpec) -> int:
     return min(max(best, 16), 1024, -(-max(most, 1) // 16) * 16)
 
 
-class _Operand(NamedTuple):
-    """One side of a product: values (..., M, K), and float32 (..., M or 1, 1) that multiplies them afterwards."""
-
-    values: Array
-    scale: Array | None
-
-
-def _operand(a: Weight, dtype: str) -> _Operand:
-    """``a`` (..., M, K) as the side of a product in ``dtype``; plain arrays come as they are."""
-    if not isinstance(a, QTensor):
-        return _Operand(a, None)
-    if dtype == "float32":
-        return _Operand(a.dequantize(), None)
-    m, k = a.shape[-2:]
-    codes = numerics.decode(numerics.unpack(a.data, a.scheme.fmt, k), a.scheme.fmt)
-    if a.zero_point is not None:
-        codes = codes - expand(a.zero_point.astype(jnp.float32), a.scheme.block, (m, k))
-    elif a.scheme.format == "int4":
-        codes = codes - INT4_OFFSET
-    if a.scale.shape[-1] == 1:
-        scale = a.combined_scale()
-        rows = scale if scale.shape[-2] == m else expand_axis(scale, -2, a.scheme.block[0], m)
-        return _Operand(_cast(codes, dtype), rows)
-    scale = expand(numerics.decode_scale(a.scale), a.scheme.block, (m, k))
-    return _Operand(_cast(codes * scale, dtype), a.global_scale)
-
-
-def _cast(x: Array, dtype: str) -> Array:
-    """X as a product in ``dtype`` takes it; tensorfloat32 is held in float32, rounded: matrix units truncate."""
-    if dtype != "tensorfloat32":
-        return x.astype(dtype)
-    # The 16-bit dtypes are part of it.
-    return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=10) if x.dtype == jnp.float32 else x.astype("float32")
-
-
-def _quantized_operand(x: Weight, scheme: Scheme | None, scale: Array | None, dtype: str) -> _Operand:
-    """X as a product's other side after ``scheme`` has quantised it; a QTensor is already."""
-    if isinstance(x, QTensor) or scheme is None:
-        return _operand(x, dtype)
-    q, factor = common.quantised(x, scheme, scale)
-    operand = _operand(q, dtype)
-    if factor is None:
-        return operand
-    return _Operand(operand.values, factor if operand.scale is None else operand.scale * factor)
-
-
-def _with_row_scale(x: _Operand) -> _Operand:
-    """The same with a scale that has x's rows, if it has one."""
-    if x.scale is None:
-        return x
-    return _Operand(x.values, jnp.broadcast_to(x.scale, (*x.values.shape[:-1], 1)))
-
-
-def _product(x: _Operand, w: _Operand, dtype: str) -> Array:
-    """X (M, K) times w (N, K) transposed, (M, N) float32; products in ``dtype``, sums in float32."""
-    if dtype in ("bfloat16", "float16") and w.values.dtype != dtype:
-        dtype = "tensorfloat32"
-    y = lax.dot_general(
-        _cast(x.values, dtype),
-        _cast(w.values, dtype),
-        (((1,), (1,)), ((), ())),
-        precision=lax.Precision.HIGHEST if dtype == "float32" else lax.Precision.DEFAULT,
-        preferred_element_type=jnp.float32,
-    )
-    if x.scale is not None:
-        y = y * x.scale
-    return y if w.scale is None else y * w.scale.T
-
-
 def linear(op: OpSpec, selection: Selection, args: LinearArgs) -> Array:
     """activation(x w^T + bias), (M, N) in ``op.out_dtype``."""
     dtype, features = selection.tile("operands"), selection.tile("features")
-    x = _with_row_scale(_quantized_operand(args.x, common.input_scheme_of(args.w), args.input_scale, dtype))
+    x = with_row_scale(quantized_operand(args.x, common.input_scheme_of(args.w), args.input_scale, dtype))
 
     def piece(start: Array, size: int) -> Array:
         return _linear_piece(op, x, _weight_rows(args.w, args.layer, start, size), dtype)
 
     if features >= op.features:
-        y = _linear_piece(op, x, _at(args.w, args.layer), dtype)
+        y = _linear_piece(op, x, entry_at(args.w, args.layer), dtype)
     else:
         pieces = op.features // features
         starts = features * jnp.arange(pieces, dtype=jnp.int32)
@@ -234,18 +172,18 @@ def linear(op: OpSpec, selection: Selection, args: LinearArgs) -> Array:
     return y.astype(op.out_dtype)
 
 
-def _linear_piece(op: OpSpec, x: _Operand, w: Weight, dtype: str) -> Array:
+def _linear_piece(op: OpSpec, x: Operand, w: Weight, dtype: str) -> Array:
     """X (M, K) times some rows of w, (M, rows)."""
-    other = _operand(w, dtype)
+    other = as_operand(w, dtype)
     if not op.batch_invariant:
-        return _product(x, other, dtype)
+        return multiply(x, other, dtype)
     blocks = -(-op.tokens // _INVARIANT_ROWS)
     padding = blocks * _INVARIANT_ROWS - op.tokens
 
     def split(leaf: Array) -> Array:
         return jnp.pad(leaf, [(0, padding), (0, 0)]).reshape(blocks, _INVARIANT_ROWS, leaf.shape[-1])
 
-    y = lax.map(lambda rows: _product(rows, other, dtype), jax.tree.map(split, x))
+    y = lax.map(lambda rows: multiply(rows, other, dtype), jax.tree.map(split, x))
     return y.reshape(blocks * _INVARIANT_ROWS, y.shape[-1])[: op.tokens]
 
 
@@ -255,14 +193,14 @@ def _weight_rows(w: Weight, layer: Array | None, start: Array, size: int) -> Wei
 
     def rows(leaf: Array, first: Array, count: int) -> Array:
         if layer is None:
-            return _window(leaf, (first, zero), (count, leaf.shape[-1]))
-        return _window(leaf, (layer, first, zero), (1, count, leaf.shape[-1]))[0]
+            return window(leaf, (first, zero), (count, leaf.shape[-1]))
+        return window(leaf, (layer, first, zero), (1, count, leaf.shape[-1]))[0]
 
     def grid(leaf: Array, block: int) -> Array:
         """A row of ``leaf``, which stands for ``block`` of w's, for each of the rows."""
         height = leaf.shape[-2]
         if height == 1:  # it stands for all of N, whatever N is
-            return _at(leaf, layer)
+            return entry_at(leaf, layer)
         if block == 1:
             return rows(leaf, start, size)
         # The rows may begin and end inside of blocks: those that they touch, and then each row's own.
@@ -282,267 +220,3 @@ def _weight_rows(w: Weight, layer: Array | None, start: Array, size: int) -> Wei
         global_scale=None if w.global_scale is None else grid(w.global_scale, 1),
         scheme=w.scheme if block[0] == -1 else w.scheme.replace(block=(1, block[1])),
     )
-
-
-class _Blocks(NamedTuple):
-    """Rows in blocks that belong to one expert each.
-
-    Attributes:
-      expert: int32 (B,).
-      used: bool (B,), whether any of the block's rows is in use; the others are zero.
-      to_blocks: rows (S, C) in the order of slots to (B, R, C), zero where no slot is.
-      to_slots: its inverse; slots without an expert get zeros.
-    """
-
-    expert: Array
-    used: Array
-    to_blocks: Callable[[Array], Array]
-    to_slots: Callable[[Array], Array]
-
-
-def fused_moe(op: OpSpec, selection: Selection, args: MoEArgs) -> Array:
-    """The weighted sum of each token's experts, (T, H) in ``op.out_dtype``; reference.fused_moe is the formula."""
-    tokens, k = args.topk_ids.shape
-    if 0 in (tokens, k, op.experts):
-        return jnp.zeros((tokens, op.hidden), op.out_dtype)
-    ids = common.local_ids(args.topk_ids, args.expert_map, op.experts)
-    x = args.x
-    if not isinstance(x, QTensor) and common.measures_over_rows(common.input_scheme_of(args.w13)):
-        x = common.chosen_rows(x, ids)
-    if op.weight_on_input:
-        x = common.weighted_input(x, args.topk_weights, ids)
-    rows = selection.tile("rows")
-    slots = ids.reshape(tokens * k)
-    blocks = _one_slot_blocks(slots) if rows == 1 else _sorted_blocks(slots, op.experts, rows)
-
-    def by_slot(leaf: Array) -> Array:
-        # Every slot has a row of its own, so the gather below is one-to-one and its transpose adds nothing up; this
-        # broadcast's transpose does, over k and in order.
-        spread = jnp.broadcast_to(leaf[:, None], (tokens, k, leaf.shape[-1]))
-        return spread.reshape(tokens * k, leaf.shape[-1])
-
-    x_rows = _first_operand(op, x, args, selection.tile("operands"))
-    x_blocks = jax.tree.map(lambda leaf: blocks.to_blocks(by_slot(leaf)), x_rows)
-    y = _run_experts(op, args, blocks, x_blocks, selection.tile("operands"))
-    y = blocks.to_slots(y).reshape(tokens, k, op.hidden)
-    if op.weight_on_input:
-        weights = jnp.ones((tokens, k), jnp.float32)
-    else:
-        weights = jnp.where(ids >= 0, args.topk_weights, 0)  # even where it is NaN
-    total = weights[:, 0, None] * y[:, 0]
-    for j in range(1, k):
-        total = total + weights[:, j, None] * y[:, j]
-    return total.astype(op.out_dtype)
-
-
-def batched_experts(op: OpSpec, selection: Selection, args: BatchedArgs) -> Array:
-    """Each expert's own rows, x (E, T, H) of which counts[e] are valid -> (E, T, H); rows beyond are zero."""
-    experts, tokens = op.experts, op.tokens
-    if 0 in (experts, tokens):
-        return jnp.zeros((experts, tokens, op.hidden), op.out_dtype)
-    rows = selection.tile("rows")
-    valid = jnp.arange(tokens, dtype=jnp.int32)[None] < args.counts[:, None]
-    blocks = _batched_blocks(valid, rows)
-    # Invalid rows may hold anything, so they are zero before a scale is measured over them.
-    x = args.x
-    x = x if isinstance(x, QTensor) else jnp.where(valid[..., None], x, 0).reshape(experts * tokens, op.hidden)
-    x_rows = _first_operand(op, x, args, selection.tile("operands"))
-    x_blocks = jax.tree.map(lambda leaf: blocks.to_blocks(leaf.reshape(experts * tokens, leaf.shape[-1])), x_rows)
-    y = blocks.to_slots(_run_experts(op, args, blocks, x_blocks, selection.tile("operands")))
-    return y.reshape(experts, tokens, op.hidden).astype(op.out_dtype)
-
-
-def _one_slot_blocks(ids: Array) -> _Blocks:
-    """A block a slot, in their own order."""
-    used = ids >= 0
-    return _Blocks(
-        expert=jnp.maximum(ids, 0),
-        used=used,
-        to_blocks=lambda x: x[:, None, :],
-        to_slots=lambda y: jnp.where(used[:, None], y[:, 0, :], 0),
-    )
-
-
-def _sorted_blocks(ids: Array, experts: int, rows: int) -> _Blocks:
-    """Slots (S,) of local experts, -1 for none, sorted stably by expert, each expert padded to whole blocks.
-
-    An expert with c slots takes ceil(c / R) blocks, so there are at most min(E, S) + (S - min(E, S)) // R of them.
-    """
-    slots = ids.shape[0]
-    most = min(experts, slots)
-    count = most + (slots - most) // rows
-    index = jnp.arange(slots, dtype=jnp.int32)
-    key, order = lax.sort((jnp.where(ids >= 0, ids, experts), index), num_keys=1, is_stable=True)
-    in_expert = jnp.zeros(experts + 1, jnp.int32).at[key].add(1)
-    first_row = lax.cumsum(in_expert) - in_expert
-    needed = -(-in_expert // rows)
-    last_block = lax.cumsum(needed)
-    first_block = last_block - needed
-    # Out of range where there is nothing, and still one to one.
-    place = jnp.where(key < experts, first_block[key] * rows + index - first_row[key], count * rows + index)
-    place_of_slot = jnp.zeros(slots, jnp.int32).at[order].set(place, unique_indices=True)
-    nothing = slots + jnp.arange(count * rows, dtype=jnp.int32)
-    slot_of_place = nothing.at[place].set(order, mode="drop", unique_indices=True)
-
-    block = jnp.arange(count, dtype=jnp.int32)
-    expert = jnp.sum(last_block[None, :experts] <= block[:, None], axis=1, dtype=jnp.int32)
-
-    def to_blocks(x: Array) -> Array:
-        return _rows_or_zero(x, slot_of_place).reshape(count, rows, x.shape[-1])
-
-    def to_slots(y: Array) -> Array:
-        return _rows_or_zero(y.reshape(count * rows, y.shape[-1]), place_of_slot)
-
-    return _Blocks(jnp.minimum(expert, experts - 1), expert < experts, to_blocks, to_slots)
-
-
-def _rows_or_zero(x: Array, index: Array) -> Array:
-    """Rows of x (M, C), zero where the index is M or more; no index occurs twice."""
-    return x.at[index].get(mode="fill", fill_value=0, unique_indices=True)
-
-
-def _batched_blocks(valid: Array, rows: int) -> _Blocks:
-    """Blocks of the rows (E * T, C) of experts in turn, of which ``valid`` (E, T) are in use."""
-    experts, tokens = valid.shape
-    per_expert = -(-tokens // rows)
-    padding = per_expert * rows - tokens
-    starts = rows * jnp.arange(per_expert, dtype=jnp.int32)
-
-    def to_blocks(x: Array) -> Array:
-        x = jnp.where(valid[..., None], x.reshape(experts, tokens, x.shape[-1]), 0)
-        return jnp.pad(x, [(0, 0), (0, padding), (0, 0)]).reshape(experts * per_expert, rows, x.shape[-1])
-
-    def to_slots(y: Array) -> Array:
-        y = y.reshape(experts, per_expert * rows, y.shape[-1])[:, :tokens]
-        return jnp.where(valid[..., None], y, 0).reshape(experts * tokens, y.shape[-1])
-
-    return _Blocks(
-        expert=jnp.repeat(jnp.arange(experts, dtype=jnp.int32), per_expert),
-        used=jnp.take(valid, starts, axis=1).reshape(-1),
-        to_blocks=to_blocks,
-        to_slots=to_slots,
-    )
-
-
-def _first_operand(op: OpSpec, x: Weight, a: MoEArgs | BatchedArgs, dtype: str) -> _Operand:
-    """X as w13's other side, each row with its own scale; left alone where every expert has a scale of its own."""
-    scheme = None if _is_per_expert(a.input_scale) else common.input_scheme_of(a.w13)
-    return _with_row_scale(_quantized_operand(x, scheme, a.input_scale, dtype))
-
-
-def _is_per_expert(scale: Array | None) -> bool:
-    return scale is not None and scale.ndim == 1
-
-
-def _scale_of(scale: Array | None, expert: Array) -> Array | None:
-    """A static scale () or (E,) for one expert: ()."""
-    return scale if scale is None or scale.ndim == 0 else index_leading(scale, expert)
-
-
-class _First(NamedTuple):
-    """One expert's share of what the first product takes."""
-
-    w13: Weight
-    b13: Array | None
-    params: act.ActivationParams | None
-    scale: Array | None
-
-
-class _Second(NamedTuple):
-    """One expert's share of what the second product takes."""
-
-    w2: Weight
-    b2: Array | None
-    scale: Array | None
-
-
-def _run_experts(op: OpSpec, a: MoEArgs | BatchedArgs, blocks: _Blocks, x: _Operand, dtype: str) -> Array:
-    """Every block's expert applied to its rows: x (B, R, H) -> (B, R, H) float32."""
-    assert op.activation is not None
-    activation = op.activation
-    in_scheme = common.input_scheme_of(a.w13) if _is_per_expert(a.input_scale) else None
-    h_scheme = common.input_scheme_of(a.w2)
-
-    def first_of(e: Array) -> _First:
-        params = common.params_of(a.activation_params, e)
-        return _First(_at(a.w13, a.layer, e), _at(a.b13, a.layer, e), params, _scale_of(a.input_scale, e))
-
-    def second_of(e: Array) -> _Second:
-        return _Second(_at(a.w2, a.layer, e), _at(a.b2, a.layer, e), _scale_of(a.intermediate_scale, e))
-
-    def first(w: _First, rows: _Operand) -> Array:
-        if in_scheme is not None:
-            rows = _quantized_operand(rows.values, in_scheme, w.scale, dtype)
-        product = _halves_product(rows, _operand(w.w13, dtype), dtype)
-        if w.b13 is not None:
-            product = product + w.b13.astype(jnp.float32)[:, None, :]
-        return bits.round_to(common.activate(activation, product, w.params), op.dtype)
-
-    def second(w: _Second, h: _Operand) -> Array:
-        y = _product(h, _operand(w.w2, dtype), dtype)
-        return y if w.b2 is None else y + w.b2.astype(jnp.float32)[None]
-
-    def both(w: tuple[_First, _Second], rows: _Operand) -> Array:
-        h = _quantized_operand(first(w[0], rows), h_scheme, w[1].scale, dtype)
-        return second(w[1], h)
-
-    if not common.measures_over_rows(h_scheme):
-        return _over_blocks(both, lambda e: (first_of(e), second_of(e)), blocks, x)
-    # h's scales span rows of several experts, so all of h comes first, in the order of slots.
-    h = blocks.to_slots(_over_blocks(first, first_of, blocks, x))
-    h_rows = _with_row_scale(_quantized_operand(h, h_scheme, None, dtype))
-    return _over_blocks(second, second_of, blocks, jax.tree.map(blocks.to_blocks, h_rows))
-
-
-def _over_blocks(
-    body: Callable[[Any, _Operand], Array], share_of: Callable[[Array], Any], blocks: _Blocks, x: _Operand
-) -> Array:
-    """``body`` of each block's expert's share of the weights and the block's rows; zero for unused blocks."""
-
-    def block(inputs: tuple[Array, Array, _Operand]) -> Array:
-        expert, used, rows = inputs
-        # Outside the condition: the cotangent of a slice adds into a weight's in place, that of a whole would be added.
-        share = share_of(expert)
-        shape = jax.eval_shape(body, share, rows).shape
-        return lax.cond(used, body, lambda *_: common.zeros(shape, (share, rows)), share, rows)
-
-    return lax.map(jax.checkpoint(block, prevent_cse=False), (blocks.expert, blocks.used, x))
-
-
-def _halves_product(x: _Operand, w: _Operand, dtype: str) -> Array:
-    """X (M, H) times w13 (halves, I, H), as one product: (halves, M, I)."""
-    halves, features, hidden = w.values.shape
-    scale = w.scale
-    if scale is not None:
-        scale = jnp.broadcast_to(scale, (halves, features, 1)).reshape(halves * features, 1)
-    y = _product(x, _Operand(w.values.reshape(halves * features, hidden), scale), dtype)
-    return jnp.moveaxis(y.reshape(y.shape[0], halves, features), 1, 0)
-
-
-def _at(tree: Any, *index: Array | None) -> Any:
-    """Every leaf's entry at the leading ``index``, of which None counts for no axis, sliced where it lies."""
-    given = tuple(i for i in index if i is not None)
-
-    def entry(leaf: Array) -> Array:
-        rest = leaf.shape[len(given) :]
-        start = (*given, *(jnp.int32(0) for _ in rest))
-        return _window(leaf, start, (*(1 for _ in given), *rest)).reshape(rest)
-
-    return jax.tree.map(entry, tree) if given else tree
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _window(leaf: Array, start: tuple[Array, ...], size: tuple[int, ...]) -> Array:
-    """``lax.dynamic_slice``, of which XLA converts no more than the slice.
-
-    Inside a loop XLA hoists a conversion of the whole array, which is the same at every step, and on a CPU it slices
-    float8 as float16 besides. Tied to the index, the array is no longer the same.
-    """
-    leaf, start = lax.optimization_barrier((leaf, start))
-    return lax.dynamic_slice(leaf, start, size)
-
-
-@_window.defjvp
-def _window_jvp(size: tuple[int, ...], primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Array, Array]:
-    # No barrier: XLA adds the transpose of a plain slice to a cotangent in place.
-    return _window(*primals, size), lax.dynamic_slice(tangents[0], primals[1], size)

@@ -176,6 +176,12 @@ def test_int8_codes_meet_int8_codes_whose_scale_is_measured():
     assert reason(op, "h100") == "its kernels multiply codes of one format, not int8 and e4m3"
 
 
+def test_the_reference_tells_of_experts_where_there_are_any():
+    notes = [select(op, "cpu", implementation="reference").note for op in (LINEAR, MOE)]
+    assert notes[0] == "float32 definition: for checking, not speed"
+    assert notes[1] == "float32 definition, every expert over every token: for checking, not speed"
+
+
 def test_triton_takes_both_products_of_one_kind():
     mixed = MOE.replace(recipe=recipe("fp8_block"), second_recipe=recipe("bf16"))
     assert reason(mixed, "h100") == "w13 and w2 are of two kinds, and its kernels take one"

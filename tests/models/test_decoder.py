@@ -174,6 +174,12 @@ def test_j04_a_rule_without_effect_is_refused():
         Decoder(SMALL, rules=[("q_proj", "int8")])
 
 
+def test_steps_that_no_memory_has_a_cache_for_are_refused():
+    tokens = jnp.zeros((1, 4), jnp.int32)
+    with pytest.raises(ValueError, match=r"steps=1000000000 after 4 tokens need a cache of [\d,]+ GB, and cpu has \d"):
+        small().generate(tokens, 10**9)
+
+
 def test_an_abstract_quantized_decoder_takes_no_memory():
     model = nnx.eval_shape(lambda: Decoder(SMALL, recipe="int4:group=8"))
     assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(nnx.state(model)))
