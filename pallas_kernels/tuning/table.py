@@ -212,6 +212,9 @@ def _moe_tiles(given: Any) -> MoETiles:
     return tiles
 
 
+_POWERS_OF_TWO = ("block_m", "block_n", "block_k", "num_warps", "split_k", "pieces")
+
+
 def _tile(name: str, given: Any) -> MatmulTile:
     fields = {field.name: field for field in dataclasses.fields(MatmulTile)}
     needed = {key for key, field in fields.items() if field.default is dataclasses.MISSING}
@@ -219,7 +222,7 @@ def _tile(name: str, given: Any) -> MatmulTile:
     for key, value in given.items():
         kind = bool if key == "swap" else int
         _check(f"{name}.{key}", value, kind, least=1)
-        if kind is int and key not in ("num_stages", "group", "run") and value & (value - 1):
+        if key in _POWERS_OF_TWO and value & (value - 1):
             raise ValueError(f"{name}.{key} {value} must be a power of two")
     tile = MatmulTile(**given)
     if tile.num_warps > 32 or tile.num_stages > 16 or tile.pieces > tile.block_n:
