@@ -26,7 +26,7 @@ _CHUNK = 256
 """Slots a program ranks when there are two launches."""
 _PEERS = 16
 """Slots that a chunk's are compared with at a time."""
-_CHUNKS = 16
+_CHUNKS = 64
 """Chunks whose counts are summed at a time."""
 _MIN_BINS = 32
 """A warp's lanes: Triton's histogram has no smaller number of bins."""

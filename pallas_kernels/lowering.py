@@ -16,7 +16,6 @@ Two differences between the modes remain and kernels must not depend on them: ``
 reductions drop a NaN operand in Triton, and division by a non-constant is good to 2 ulp there.
 """
 
-import contextvars
 import functools
 import math
 import threading
@@ -57,8 +56,6 @@ Ref = Any
 class _TritonParams(plgpu.CompilerParams):
     """Pallas chooses a lowering by the exact type of these, so ours is in force for our kernels and no others."""
 
-    max_registers: int | None = None
-
 
 # catch_warnings changes a global of the process; kernels may be lowered in several threads.
 _warnings_lock = threading.RLock()
@@ -66,40 +63,17 @@ _warnings_lock = threading.RLock()
 
 def _lower_call(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
     """Pallas-Triton's own lowering, without its notice of deprecation: this file is where a successor would go."""
-    token = _max_registers.set(params["compiler_params"].max_registers)
-    try:
-        with _warnings_lock, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=_DEPRECATION, category=DeprecationWarning)
-            return pallas_call_registration.pallas_call_lowering(ctx, *args, **params)
-    finally:
-        _max_registers.reset(token)
-
-
-_max_registers = contextvars.ContextVar[int | None]("max_registers", default=None)
-"""Of the kernel that is being lowered: Pallas has no parameter for it."""
-
-
-def _limit_registers() -> None:
-    """Writes the bound on registers into the Triton module that is being built."""
-    if (bound := _max_registers.get()) is not None:
-        op = ir.InsertionPoint.current.block.owner.operation
-        while op.parent is not None:
-            op = op.parent
-        op.attributes["ttg.maxnreg"] = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), bound)
+    with _warnings_lock, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=_DEPRECATION, category=DeprecationWarning)
+        return pallas_call_registration.pallas_call_lowering(ctx, *args, **params)
 
 
 pallas_core.register_lowering_rule(_TritonParams, _lower_call, "gpu")
 
 
-def compiler_params(num_warps: int, num_stages: int, max_registers: int | None = None) -> plgpu.CompilerParams:
-    """Parameters that choose Triton whatever Pallas' default is.
-
-    Args:
-      num_warps: warps a program.
-      num_stages: stages of the loads' pipeline.
-      max_registers: registers a thread; None for as many as the compiler likes.
-    """
-    return _TritonParams(num_warps=num_warps, num_stages=num_stages, max_registers=max_registers)
+def compiler_params(num_warps: int, num_stages: int) -> plgpu.CompilerParams:
+    """Parameters that choose Triton whatever Pallas' default is: warps a program and stages of the loads' pipeline."""
+    return _TritonParams(num_warps=num_warps, num_stages=num_stages)
 
 
 def kernel_call(
@@ -110,7 +84,6 @@ def kernel_call(
     out_shape: Any,
     num_warps: int,
     num_stages: int,
-    max_registers: int | None = None,
     interpret: bool = False,
     **static: Any,
 ) -> Callable[..., Any]:
@@ -121,7 +94,7 @@ def kernel_call(
       name: of the kernel, as profilers show it.
       grid: programs along up to three axes, each at least 1.
       out_shape: ``jax.ShapeDtypeStruct``, or a tree of them.
-      num_warps, num_stages, max_registers: see ``compiler_params``.
+      num_warps, num_stages: see ``compiler_params``.
       interpret: compute with XLA on any device, for tests.
       **static: the kernel's static arguments.
     """
@@ -129,7 +102,7 @@ def kernel_call(
         pl.pallas_call,
         functools.partial(kernel, **static),
         grid=grid,
-        compiler_params=compiler_params(num_warps, num_stages, max_registers),
+        compiler_params=compiler_params(num_warps, num_stages),
         interpret=interpret,
         name=name,
     )
@@ -547,7 +520,6 @@ def _load_rule(ctx: tl.LoweringRuleContext, *operands: Any, how: _Operands) -> A
 
 
 def _store_rule(ctx: tl.LoweringRuleContext, *operands: Any, how: _Operands) -> list[Any]:
-    _limit_registers()  # here since every kernel stores something
     pointer, indices, value, mask, _ = how.split(operands)
     _, _, value_aval, mask_aval, _ = how.split(ctx.avals_in)
     shape = value_aval.shape

@@ -130,7 +130,6 @@ def linear(
         out_shape=jax.ShapeDtypeStruct(shape, dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        max_registers=tile.max_registers,
         interpret=interpret,
         static=static,
     )(*given.values())
@@ -311,7 +310,6 @@ def _finish(parts: Array, given: dict[str, Array], static: _Static, out_dtype: A
         out_shape=jax.ShapeDtypeStruct((static.m, static.n), out_dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        max_registers=tile.max_registers,
         interpret=interpret,
         static=static._replace(tile=tile, names=("parts", *names)),
     )(parts, *(given[name] for name in names))

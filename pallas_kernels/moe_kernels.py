@@ -97,7 +97,6 @@ def first_product(
         out_shape=[out],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        max_registers=tile.max_registers,
         interpret=interpret,
         product=product,
         epilogue=epilogue,
@@ -268,7 +267,6 @@ def second_product(
         out_shape=jax.ShapeDtypeStruct((product.slots, columns), out_dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        max_registers=tile.max_registers,
         interpret=interpret,
         product=product,
     )(h, w, rows, weights)

@@ -22,7 +22,6 @@ class MatmulTile:
         the registers of one piece.
       run: tiles of columns that a program of a layer of experts makes one after the other, while the next one's
         operands are on their way; for a K of one or two steps.
-      max_registers: registers a thread, for two programs on a multiprocessor; None for as many as the compiler likes.
     """
 
     block_m: int
@@ -35,7 +34,6 @@ class MatmulTile:
     swap: bool = False
     pieces: int = 1
     run: int = 1
-    max_registers: int | None = None
 
     def __str__(self) -> str:
         parts = [
@@ -46,7 +44,6 @@ class MatmulTile:
         parts += [f"K split in {self.split_k}"] if self.split_k > 1 else []
         parts += [f"{self.pieces} pieces"] if self.pieces > 1 else []
         parts += [f"{self.run} a program"] if self.run > 1 else []
-        parts += [f"{self.max_registers} registers"] if self.max_registers else []
         return " ".join(parts + (["swapped"] if self.swap else []))
 
 
