@@ -1,10 +1,9 @@
 """``load_model``: a whole checkpoint as a model."""
 
 import contextlib
-import functools
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -34,7 +33,6 @@ from jmoe.config import config
 from jmoe.models import Decoder, DecoderConfig
 from jmoe.models.decoder import Place, Rules, ShardingRules
 from jmoe.nn import FusedMoE, Linear, param
-from jmoe.nn.experts import quantize_experts
 from jmoe.ops.prepare import prepare
 from jmoe.qtensor import QTensor
 from jmoe.quantize import quantize
@@ -153,7 +151,7 @@ class _Loader:
     def _fill_linear(self, module: Linear, path: str, source: str) -> None:
         where = self._where(path, module.sharding)
         weight = load_linear(self._checkpoint, source, dtype=self._dtype, **where)
-        weight = prepare(self._as_ruled(path, module.recipe, weight, quantize), op="linear")
+        weight = prepare(self._as_ruled(path, module.recipe, weight), op="linear")
         scale = load_input_scale(self._checkpoint, source) if _is_static(weight) else None
         module.set_weight(weight, input_scale=scale)
         if module.bias is not None:
@@ -161,9 +159,11 @@ class _Loader:
 
     def _fill_experts(self, module: FusedMoE, path: str, prefix: str) -> None:
         target, where = module.recipe, self._where(path, module.sharding)
-        w13, w2 = load_experts(self._checkpoint, prefix, dtype=self._dtype, **where)
-        w13 = prepare(self._as_ruled(path, target, w13, functools.partial(quantize_experts, first=True)), op="moe")
-        w2 = prepare(self._as_ruled(path, target, w2, functools.partial(quantize_experts, first=False)), op="moe")
+        # A recipe whose activation scale is a given one is refused below.
+        recipe = None if target.input is not None and target.input.static else target
+        w13, w2 = load_experts(self._checkpoint, prefix, recipe=recipe, dtype=self._dtype, **where)
+        w13 = prepare(self._as_ruled(path, target, w13), op="moe")
+        w2 = prepare(self._as_ruled(path, target, w2), op="moe")
         input_scale, intermediate_scale = load_expert_scales(self._checkpoint, prefix)
         module.set_w13(w13, input_scale=input_scale if _is_static(w13) else None)
         module.set_w2(w2, input_scale=intermediate_scale if _is_static(w2) else None)
@@ -177,9 +177,7 @@ class _Loader:
         whole = self._placement.device
         return {"device": (lambda name, shape: whole(f"{path}.{name}", shape)) if callable(whole) else whole}
 
-    def _as_ruled(
-        self, path: str, target: Recipe, weight: QTensor | Array, quantizer: Callable[[Array, Recipe], QTensor | Array]
-    ) -> QTensor | Array:
+    def _as_ruled(self, path: str, target: Recipe, weight: QTensor | Array) -> QTensor | Array:
         """A loaded weight as a rule wants it: ``target`` is unquantized where no rule says otherwise."""
         if target.weight is not None:
             scheme = weight.scheme if isinstance(weight, QTensor) else None
@@ -196,7 +194,7 @@ class _Loader:
             if isinstance(weight, QTensor):
                 weight = weight.with_input_scheme(target.input)
             else:
-                weight = quantizer(weight, target)
+                weight = quantize(weight, target)
         return weight.with_input_scheme(None) if self._weight_only and isinstance(weight, QTensor) else weight
 
 

@@ -5,6 +5,9 @@ the file's pages are let go of right after, so that loading needs little more me
 process reads the experts, and touches the rows and columns, of its own devices only.
 """
 
+import contextlib
+import gc
+import operator
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -12,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from jmoe.arguments import COMPUTE_DTYPES, check_type, float_dtype
 from jmoe.checkpoint.experts import Experts
@@ -22,7 +25,8 @@ from jmoe.checkpoint.methods.none import UNQUANTIZED
 from jmoe.checkpoint.placement import Block, Device, Placement, place_array, place_parts
 from jmoe.checkpoint.reader import Checkpoint
 from jmoe.qtensor import QTensor
-from jmoe.quantize import merge_shards
+from jmoe.quantize import merge_shards, quantize
+from jmoe.scheme import Recipe, as_recipe
 from jmoe.sharding import AxisName
 
 Names = str | Sequence[str]
@@ -68,12 +72,11 @@ def load_linear(
     dtype = _as_dtype(dtype)
     placement = Placement(device, mesh, sharding, _OUT_IN)
     out, into = placement.axes
+    source = _Source(checkpoint, weight_only, dtype)
     if len(names) == 1:
-        return _load_stack(checkpoint, "weight", names, (), weight_only, dtype, placement, (out, into))
+        return _load_stack(source, "weight", names, (), placement, (out, into))
     # Rows are split when they are joined: those of one module need not be as many for each device.
-    shards = [
-        _load_stack(checkpoint, "weight", [name], (), weight_only, dtype, placement, (None, into)) for name in names
-    ]
+    shards = [_load_stack(source, "weight", [name], (), placement, (None, into)) for name in names]
     _check_alike(checkpoint, names, shards)
     joined: QTensor | Array
     if isinstance(shards[0], QTensor):
@@ -130,6 +133,7 @@ def load_experts(
     checkpoint: Checkpoint,
     prefix: str,
     *,
+    recipe: Recipe | str | None = None,
     weight_only: bool = False,
     dtype: jax.typing.DTypeLike | None = None,
     device: Device = None,
@@ -144,6 +148,8 @@ def load_experts(
     Args:
       checkpoint: from ``open``.
       prefix: what comes before the experts' numbers, such as ``"model.layers.0.mlp.experts"``.
+      recipe: quantize experts that are not, as they are read, one by one: neither the host nor a device ever holds the
+        others unquantized. NVFP4's multiplier is one for gate and up. What is quantized already stays as it is.
       weight_only, dtype, device, mesh: as for ``load_linear``.
       sharding: the mesh axis over which each of the axes (experts, intermediate, hidden) is sharded, as for
         ``jmoe.nn.FusedMoE``.
@@ -166,10 +172,14 @@ def load_experts(
         )
     over, intermediate, hidden = placement.axes
     halves, second = experts.names.halves, (experts.names.down,)
+    how = None if recipe is None else as_recipe(recipe)
 
     def stack(name: str, projections: tuple[str, ...], lead: tuple[int, ...], *axes: AxisName) -> QTensor | Array:
         modules = _modules(experts, projections)
-        return _load_stack(checkpoint, name, modules, lead, weight_only, dtype, placement, axes)
+        source = _Source(checkpoint, weight_only, dtype)
+        if how is not None and how.weight is not None:
+            source = _Quantized(checkpoint, weight_only, dtype, how, modules, len(projections))
+        return _load_stack(source, name, modules, lead, placement, axes)
 
     w13 = stack("w13", halves, (experts.count, len(halves)), over, None, intermediate, hidden)
     return w13, stack("w2", second, (experts.count,), over, hidden, intermediate)
@@ -281,25 +291,83 @@ def _host_bias(checkpoint: Checkpoint, module: str) -> np.ndarray | None:
     return host_tensor(checkpoint, name)
 
 
-def _host_weight(checkpoint: Checkpoint, module: str, weight_only: bool) -> HostWeight:
-    """A module's weight (N, K), whose leaves may be views of the file."""
-    weight = checkpoint.method.load_weight(checkpoint, module)
-    if weight.ndim != 2:
-        raise CheckpointError(
-            f"{_where(checkpoint, module)} has shape {weight.shape}, expected the two axes (N, K) of a linear layer"
-        )
-    if weight_only and isinstance(weight, QTensor):
-        return weight.with_input_scheme(None)
-    return weight
+class _Source:
+    """Weights (N, K) on the host, as the checkpoint has them; leaves may be views of the file."""
+
+    def __init__(self, checkpoint: Checkpoint, weight_only: bool, dtype: np.dtype | None) -> None:
+        self.checkpoint = checkpoint
+        self.dtype = dtype
+        self._weight_only = weight_only
+
+    def load(self, module: str) -> HostWeight:
+        """The weight of a module."""
+        weight = self.checkpoint.method.load_weight(self.checkpoint, module)
+        if weight.ndim != 2:
+            raise CheckpointError(
+                f"{_where(self.checkpoint, module)} has shape {weight.shape}, expected the two axes (N, K) of a linear "
+                "layer"
+            )
+        if self._weight_only and isinstance(weight, QTensor):
+            return weight.with_input_scheme(None)
+        return weight
+
+
+class _Quantized(_Source):
+    """Weights that are quantized when they are read, an expert's halves together where they share a multiplier.
+
+    Args:
+      checkpoint, weight_only, dtype: as for a `_Source`; the dtype is what weights are cast to before.
+      recipe: how.
+      modules: all of them, an expert's halves next to each other.
+      halves: how many these are.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        weight_only: bool,
+        dtype: np.dtype | None,
+        recipe: Recipe,
+        modules: Sequence[str],
+        halves: int,
+    ) -> None:
+        super().__init__(checkpoint, weight_only, dtype)
+        self._recipe = recipe
+        assert recipe.weight is not None
+        together = halves if recipe.weight.global_scale is not None else 1
+        groups = (tuple(modules[i : i + together]) for i in range(0, len(modules), together))
+        self._groups = {module: group for group in groups for module in group}
+        self._held: dict[str, HostWeight] = {}
+
+    def load(self, module: str) -> HostWeight:
+        if module not in self._held:
+            group = self._groups[module]
+            weights = [super(_Quantized, self).load(name) for name in group]
+            if any(isinstance(weight, QTensor) for weight in weights):
+                return weights[group.index(module)]
+            for name, weight in zip(group, weights, strict=True):
+                _check_same_stack(self.checkpoint, group[0], weights[0], name, weight)
+            self._held = dict(zip(group, self._quantize(cast(list[np.ndarray], weights)), strict=True))
+        return self._held[module]
+
+    def _quantize(self, weights: Sequence[np.ndarray]) -> list[HostWeight]:
+        # On one device of this process, whatever mesh is in force: other processes quantize other experts.
+        alone = Mesh(np.array(jax.local_devices()[:1]), ("alone",), axis_types=(AxisType.Auto,))
+        with contextlib.nullcontext() if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(alone):
+            stacked = jnp.asarray(np.stack(weights) if self.dtype is None else np.stack(weights).astype(self.dtype))
+            q = jax.device_get(quantize(stacked, self._recipe, shared=(-3,)))
+        del stacked
+        gc.collect(0)  # JAX lets go of the host's array at the next collection only
+        if self._weight_only:
+            q = q.with_input_scheme(None)
+        return [jax.tree.map(operator.itemgetter(i), q) for i in range(len(weights))]
 
 
 def _load_stack(
-    checkpoint: Checkpoint,
+    source: _Source,
     name: str,
     modules: Sequence[str],
     lead: tuple[int, ...],
-    weight_only: bool,
-    dtype: np.dtype | None,
     placement: Placement,
     axes: Sequence[AxisName],
 ) -> QTensor | Array:
@@ -307,8 +375,9 @@ def _load_stack(
 
     ``axes`` are the mesh axes of all axes of the stack.
     """
-    first = _host_weight(checkpoint, modules[0], weight_only)
-    plain = None if isinstance(first, QTensor) else dtype
+    checkpoint = source.checkpoint
+    first = source.load(modules[0])
+    plain = None if isinstance(first, QTensor) else source.dtype
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*lead, *leaf.shape), plain or leaf.dtype), first)
     parts = placement.parts(name, abstract, axes)
     positions = list(np.ndindex(lead))
@@ -318,7 +387,7 @@ def _load_stack(
             mine = [block for block in blocks if _holds(block, position)]
             if not mine:
                 continue
-            weight = _host_weight(checkpoint, module, weight_only)
+            weight = source.load(module)
             _check_same_stack(checkpoint, modules[0], first, module, weight)
             leaves = jax.tree.leaves(weight)
             for block in mine:

@@ -158,6 +158,28 @@ def test_dtype_casts_plain_experts_and_weight_only_frees_the_activation(write_ch
     assert w13.input_scheme is None and w2.input_scheme is None
 
 
+@pytest.mark.parametrize("how", ["nvfp4_w4a16", "int4:group=32,zero_point"])
+def test_experts_that_are_quantized_as_they_are_read_are_those_that_are_quantized_together(write_checkpoint, how):
+    rng = np.random.default_rng(0)
+    tensors = {name: rng.normal(0, 1, w.shape).astype(F32) for name, w in plain("experts", QWEN, 3, 64, 32).items()}
+    with checkpoint.open(write_checkpoint(tensors)) as opened:
+        found = checkpoint.load_experts(opened, "experts", recipe=how, dtype=jnp.bfloat16)
+        w13, w2 = checkpoint.load_experts(opened, "experts", dtype=jnp.bfloat16)
+        only = checkpoint.load_experts(opened, "experts", recipe="int8", weight_only=True)
+    # NVFP4's multiplier is one for gate and up.
+    for mine, theirs in zip(found, (jmoe.quantize(w13, how, shared=(-3,)), jmoe.quantize(w2, how)), strict=True):
+        assert jax.tree.structure(mine) == jax.tree.structure(theirs)
+        for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert only[0].input_scheme is None and only[0].scheme == recipe("int8").weight
+
+
+def test_a_recipe_leaves_experts_alone_that_are_quantized(write_checkpoint):
+    with checkpoint.open(write_checkpoint(quantized("experts", QWEN), {"quantization_config": TENSOR})) as opened:
+        w13, _ = checkpoint.load_experts(opened, "experts", recipe="int8")
+        assert w13.scheme == recipe("fp8_tensor").weight
+
+
 def test_weights_go_where_the_device_function_says(write_checkpoint):
     devices, asked = jax.devices(), []
 
@@ -279,7 +301,7 @@ def test_experts_scales_of_two_dtypes_are_refused(write_checkpoint):
 
 _MEASURE = """
 import json, sys, threading, time
-import jax, ml_dtypes, numpy as np
+import jax, jmoe, ml_dtypes, numpy as np
 from jmoe import checkpoint
 from jmoe.checkpoint.safetensors_writer import write_safetensors
 
@@ -309,6 +331,9 @@ def resident():
     return np.array([1024 * int(fields[key].split()[0]) for key in ("RssAnon", "RssFile")])
 
 small = jax.block_until_ready(jax.device_put(np.ones((64, 64))))
+if dtype == "online":  # compiled before, which takes memory of its own
+    for shape in ((1, intermediate, hidden), (1, hidden, intermediate)):
+        jmoe.quantize(np.ones(shape, ml_dtypes.bfloat16), "fp8_block", shared=(-3,))
 peak, done = resident(), threading.Event()
 
 def watch():
@@ -321,6 +346,7 @@ watcher = threading.Thread(target=watch)
 watcher.start()
 mesh = jax.make_mesh((4,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,)) if dtype == "sharded" else None
 where = {} if mesh is None else {"mesh": mesh, "sharding": ("expert", None, None)}
+where |= {"recipe": "fp8_block"} if dtype == "online" else {}
 loaded = checkpoint.load_experts(checkpoint.open(folder), "experts", **where)
 done.set()
 watcher.join()
@@ -332,7 +358,7 @@ print(json.dumps({"above": above - sum(sizes), "mapped": mapped, "after": after,
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads RssAnon from Linux's /proc")
-@pytest.mark.parametrize("dtype", ["fp8", "bf16", "sharded"])
+@pytest.mark.parametrize("dtype", ["fp8", "bf16", "sharded", "online"])
 def test_streaming_needs_less_than_1_2_stacked_tensors_above_what_it_loads(tmp_path, dtype):
     run = subprocess.run(
         [sys.executable, "-c", _MEASURE, str(tmp_path), dtype],
@@ -345,11 +371,13 @@ def test_streaming_needs_less_than_1_2_stacked_tensors_above_what_it_loads(tmp_p
     assert run.returncode == 0, run.stderr
     measured = json.loads(re.findall(r"\{.*\}", run.stdout)[-1])
     w13, w2 = measured["sizes"]
-    assert w13 + w2 > (150e6 if dtype == "fp8" else 300e6)
+    assert w13 + w2 > (150e6 if dtype in ("fp8", "online") else 300e6)
     # The watcher sees it: at some time a host buffer and its copy on the device are both there. On four devices that is
     # a quarter of each.
     parts = 4 if dtype == "sharded" else 1
-    assert 0.5 * w2 < parts * measured["above"] < 1.2 * w13
-    assert measured["after"] < 1.1 * (w13 + w2)
+    # To quantize one matrix takes a few of it in float32.
+    matrices = 8 * 1024 * 2048 * 4 if dtype == "online" else 0
+    assert 0.5 * w2 < parts * measured["above"] < 1.2 * w13 + matrices
+    assert measured["after"] < 1.1 * (w13 + w2) + 2 * matrices
     # Of the file itself, little more than one expert's pages.
     assert measured["mapped"] < 0.2 * w2

@@ -162,8 +162,9 @@ def test_a_model_on_a_mesh_computes_what_it_does_on_one_device(plain, kind):
         np.testing.assert_allclose(logits(model, TOKENS), logits(plain, TOKENS), rtol=1e-4, atol=1e-4)
 
 
-def test_rules_quantize_on_the_mesh_as_elsewhere():
-    on = {"mesh": mesh(), "sharding": RULES[:1]}
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_rules_quantize_on_the_mesh_as_elsewhere(kind):
+    on = {"mesh": mesh(kind), "sharding": RULES[:1]}
     rules = [(r"layers\.1\.mlp", "int4:group=64")]
     found = checkpoint.load_model(TINY, rules=rules, **on).layers[1].mlp
     expected = checkpoint.load_model(TINY, rules=rules).layers[1].mlp
@@ -181,7 +182,8 @@ from jmoe.checkpoint.reader import Checkpoint
 read, whole = set(), Checkpoint.read
 Checkpoint.read = lambda self, name: read.add(name) or whole(self, name)
 mesh = jax.make_mesh((4,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
-model = checkpoint.load_model(sys.argv[3], mesh=mesh, sharding=[(r".*mlp", ("expert", None, None))])
+rules = [(r"layers\\.1\\.mlp", "int8_w8a16")]  # each quantizes its own experts
+model = checkpoint.load_model(sys.argv[3], rules=rules, mesh=mesh, sharding=[(r".*mlp", ("expert", None, None))])
 shards = [(s.index[0].start, np.asarray(s.data, np.float32).sum()) for s in model.layers[0].mlp.w2.addressable_shards]
 experts = sorted({int(name.split(".")[5]) for name in read if ".experts." in name})
 print(json.dumps({"experts": experts, "sums": {start: float(total) for start, total in shards}}))
