@@ -372,6 +372,7 @@ def inspect(
     with checkpoint.open(path) as opened:
         summary = opened.summary()
         top_k = int(opened.text_config.get("num_experts_per_tok") or 1)
+        scales = opened.input_scales()
     model = summary.model_type or "unknown model type"
     console.print(
         f"{path}: {model}, quantization method {summary.method}, {summary.parameters / 1e6:,.2f} M parameters, "
@@ -381,6 +382,8 @@ def inspect(
     console.print(_module_table(summary, spec, tokens, top_k, each=modules))
     left = sum(module.nbytes for module in summary.unquantized)
     console.print(f"left unquantized: {_size(left)} of {_size(summary.nbytes)}")
+    if scales:
+        console.print(f"given activation scales: {len(scales)}{_spread(scales)}", soft_wrap=True)
     if summary.kv_scales:
         console.print(f"scales of a KV cache: {len(summary.kv_scales)} tensors, not used here")
     verdict = "fit" if summary.nbytes < spec.memory else "do not fit"
@@ -389,6 +392,20 @@ def inspect(
         f"the weights {verdict} on {spec.describe()}: {share:.1%} of its memory, before activations and KV cache",
         soft_wrap=True,
     )
+
+
+def _spread(scales: dict[str, float]) -> str:
+    """How far scales lie apart of which the largest serves all: of what reads one input, over all experts of a layer."""
+    groups: dict[str, list[float]] = {}
+    for module, scale in scales.items():
+        parent, _, projection = re.sub(r"(?<=\bexperts\.)\d+(?=\.)", "*", module).rpartition(".")
+        first = projection in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3")
+        groups.setdefault(parent if first else module, []).append(scale)
+    apart = {group: max(members) / min(members) for group, members in groups.items()}
+    widest = max(apart, key=lambda group: apart[group])
+    if apart[widest] == 1:
+        return ""
+    return f"; of layers with one input the largest serves, up to {apart[widest]:.3g} times the smallest (in {widest})"
 
 
 def _module_table(summary: Summary, device: DeviceSpec, tokens: int, top_k: int, *, each: bool) -> ReasonedTable:

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from jmoe import RECIPES, __version__, cli
 from jmoe.checkpoint.safetensors import open_safetensors
+from jmoe.checkpoint.safetensors_writer import write_safetensors
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "tests" / "data" / "tiny-moe" / "bf16"
@@ -344,6 +346,20 @@ def test_inspect_shows_modules_bytes_and_what_would_run(width):
     assert "a router is computed in float32" in out
     assert "left unquantized: 10.90 MB of 10.90 MB\n" in out
     assert "the weights fit on NVIDIA H100 80GB (sm90, 132 SMs, 80 GB): 0.0% of its memory" in out
+
+
+def test_inspect_tells_how_far_scales_lie_apart_of_which_the_largest_serves(tmp_path):
+    scales = {"layers.0.self_attn.q_proj": 1.0, "layers.0.self_attn.k_proj": 4.0, "layers.0.self_attn.o_proj": 99.0}
+    for e, scale in enumerate((2.0, 3.0)):
+        scales |= {f"layers.0.mlp.experts.{e}.{name}_proj": scale for name in ("gate", "up", "down")}
+    tensors = {f"{module}.weight": np.ones((4, 4), ml_dtypes.float8_e4m3fn) for module in scales}
+    tensors |= {f"{module}.weight_scale": np.ones(1, np.float32) for module in scales}
+    tensors |= {f"{module}.input_scale": np.float32([scale]) for module, scale in scales.items()}
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    config = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    told = "given activation scales: 9; of layers with one input the largest serves, up to 4 times the smallest"
+    assert f"{told} (in layers.0.self_attn)" in succeeds("inspect", tmp_path)
 
 
 def test_inspect_of_a_quantized_checkpoint_in_80_columns(shared):
