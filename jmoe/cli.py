@@ -395,7 +395,7 @@ def inspect(
 
 
 def _spread(scales: dict[str, float]) -> str:
-    """How far scales lie apart of which the largest serves all: of what reads one input, over all experts of a layer."""
+    """How far scales lie apart of which the largest serves: of what reads one input, over all experts of a layer."""
     groups: dict[str, list[float]] = {}
     for module, scale in scales.items():
         parent, _, projection = re.sub(r"(?<=\bexperts\.)\d+(?=\.)", "*", module).rpartition(".")
