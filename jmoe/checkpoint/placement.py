@@ -110,14 +110,21 @@ class Placement:
         if self.mesh is None:
             found = self.device(name, shape) if callable(self.device) else self.device
             if isinstance(found, PartitionSpec):
-                found = NamedSharding(jax.sharding.get_mesh(), found)
+                mesh = jax.sharding.get_mesh()
+                if mesh.empty:
+                    raise ValueError(f"device gives {found!r} for {name}, but no mesh is in force: enter one")
+                found = NamedSharding(mesh, found)
         else:
             names = (axis if extent != 1 else None for axis, extent in zip(axes, shape, strict=False))
             found = NamedSharding(self.mesh, PartitionSpec(*names))
+        if isinstance(found, NamedSharding) and len(found.spec) > len(shape):
+            raise ValueError(
+                f"{name} of shape {shape} cannot be sharded so: {found.spec} is for {len(found.spec)} axes"
+            )
         if isinstance(found, Sharding):
             try:
                 found.shard_shape(shape)
-            except (ValueError, IndexError) as error:
+            except ValueError as error:
                 raise ValueError(f"{name} of shape {shape} cannot be sharded so: {error}") from error
         return found
 

@@ -232,6 +232,7 @@ def refusal(tmp_path, write_checkpoint, kind=ValueError, **where):
         ({"mesh": (2, 2), "sharding": ("expert", "expert", None)}, "names the mesh axis 'expert' twice"),
         ({"mesh": (2, 2), "sharding": ("expert",)}, "for each of (experts, intermediate, hidden)"),
         ({"mesh": (2, 2), "device": jax.devices()[0]}, "is given with a mesh or sharding"),
+        ({"device": P("expert")}, "device gives P('expert',) for w13, but no mesh is in force"),
         ({"mesh": (1, 3), "sharding": (None, None, "model")}, "w13 of shape (4, 2, 96, 64) cannot be sharded so"),
     ],
 )
@@ -240,6 +241,11 @@ def test_places_that_there_are_not_are_refused(tmp_path, write_checkpoint, where
         devices = np.array(jax.devices()[: shape[0] * shape[1]]).reshape(shape)
         where = where | {"mesh": jax.sharding.Mesh(devices, ("expert", "model"))}
     assert says in refusal(tmp_path, write_checkpoint, **where)
+
+
+def test_a_sharding_of_more_axes_than_there_are_is_refused(tmp_path, write_checkpoint):
+    over = NamedSharding(mesh(), P(None, None, None, None, "model"))
+    assert "w13 of shape (4, 2, 96, 64) cannot be sharded so" in refusal(tmp_path, write_checkpoint, device=over)
 
 
 @pytest.mark.parametrize(
