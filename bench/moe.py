@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array, lax
 
 import jmoe
-from bench import harness, variants
+from bench import harness, timing, variants
 from bench.peers import PEERS, Dot, fused_moe, is_here
 from jmoe.qtensor import QTensor, scale_grid
 from jmoe.scheme import as_recipe
@@ -133,8 +133,7 @@ def rows(name: str, recipe: str, tokens: Sequence[int], ceilings: harness.Ceilin
     if recipe not in PEERS:
         try:
             call, weights = functools.partial(_call, variant), make_weights(name, recipe)
-            inputs = {t: _levelled(call, weights, each) for t, each in inputs.items()}
-            yield from measure(call, weights, inputs, scan=True, follow=lambda x, y: y)
+            yield from measure(call, weights, _levelled(call, weights, inputs), scan=True, follow=lambda x, y: y)
         except NotImplementedError as refusal:
             print(f"{name}/{recipe}: {refusal}", flush=True)
         return
@@ -165,13 +164,19 @@ def _inputs(name: str, variant: variants.Variant, t: int) -> harness.Inputs:
     )
 
 
-def _levelled(call: harness.Call, weights: Any, given: harness.Inputs) -> harness.Inputs:
+def _levelled(call: harness.Call, weights: Any, inputs: dict[int, harness.Inputs]) -> dict[int, harness.Inputs]:
     """Router weights of each call, scaled so that chained calls give values as large as x: alone they would grow."""
-    step, x, others = jax.jit(call), given.x, []
+    steps = {str(t): (call, (each.x, weights, each.others[0], jnp.int32(0))) for t, each in inputs.items()}
+    compiled = timing.compile_all(steps)
+    return {t: _with_gains(compiled[str(t)], weights, each) for t, each in inputs.items()}
+
+
+def _with_gains(call: harness.Call, weights: Any, given: harness.Inputs) -> harness.Inputs:
+    x, others = given.x, []
     size = jnp.linalg.norm(x.astype(jnp.float32))
     for i in range(_CALLS):
         router, ids = given.others[i % DEPTH]
-        y = step(x, weights, (router, ids), i % DEPTH)
+        y = call(x, weights, (router, ids), jnp.int32(i % DEPTH))
         gain = size / jnp.linalg.norm(y.astype(jnp.float32))
         others.append((router * gain, ids))
         x = (y * gain).astype(x.dtype)
