@@ -1,5 +1,6 @@
 """Settings of the whole suite: lanes, how XLA compiles, simulated devices, hypothesis, and the shared data."""
 
+import gc
 import importlib.metadata
 import os
 import re
@@ -26,6 +27,7 @@ def lane(config: pytest.Config, marker: str) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.set_threshold(100_000, 20, 20)  # tracing makes many objects, of which few are garbage; it is a tenth faster so
     # JAX reads these once: its own settings when it is imported, which no plugin does, and XLA_FLAGS at its first
     # device.
     if lane(config, "gpu"):
