@@ -165,6 +165,8 @@ def _recipe_refusals(op: OpSpec, recipe: Recipe, k: int) -> list[str]:
         ]
     if x.block[0] == -1 and x.block[1] != -1:
         return [f"an activation's scale covers a tensor, a token or a group of a token, not {x.describe()}"]
+    if x.scale_dtype not in ("float32", "e8m0"):
+        return [f"its kernels measure scales in float32, and an activation's are held in {x.scale_dtype}"]
     if x.format != weight.format:
         return [f"its kernels multiply codes of one format, not {weight.format} and {x.format}"]
     if x.format == "int8" and x.static:

@@ -172,6 +172,9 @@ def test_int8_codes_meet_int8_codes_whose_scale_is_measured():
     static = Scheme(format="int8", block=(-1, -1), static=True)
     op = LINEAR.replace(recipe=Recipe(name="given", weight=weight, input=static))
     assert reason(op, "h100").startswith("int8 activations with a given scale have nothing to say of one that")
+    half = recipe("int8").input.replace(scale_dtype="float16")
+    op = LINEAR.replace(recipe=Recipe(name="half", weight=weight, input=half))
+    assert reason(op, "h100") == "its kernels measure scales in float32, and an activation's are held in float16"
     op = LINEAR.replace(recipe=Recipe(name="mixed", weight=weight, input=recipe("fp8_channel").input))
     assert reason(op, "h100") == "its kernels multiply codes of one format, not int8 and e4m3"
 
