@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
@@ -152,8 +153,8 @@ class _Loader:
         where = self._where(path, module.sharding)
         weight = load_linear(self._checkpoint, source, dtype=self._dtype, **where)
         weight = prepare(self._as_ruled(path, module.recipe, weight), op="linear")
-        scale = load_input_scale(self._checkpoint, source) if _is_static(weight) else None
-        module.set_weight(weight, input_scale=scale)
+        scale = load_input_scale(self._checkpoint, source)
+        module.set_weight(weight, input_scale=self._input_scale(path, "weight", weight, scale))
         if module.bias is not None:
             module.set_bias(load_bias(self._checkpoint, source, dtype=self._dtype, **where))
 
@@ -165,10 +166,16 @@ class _Loader:
         w13 = prepare(self._as_ruled(path, target, w13), op="moe")
         w2 = prepare(self._as_ruled(path, target, w2), op="moe")
         input_scale, intermediate_scale = load_expert_scales(self._checkpoint, prefix)
-        module.set_w13(w13, input_scale=input_scale if _is_static(w13) else None)
-        module.set_w2(w2, input_scale=intermediate_scale if _is_static(w2) else None)
+        module.set_w13(w13, input_scale=self._input_scale(path, "w13", w13, input_scale))
+        module.set_w2(w2, input_scale=self._input_scale(path, "w2", w2, intermediate_scale))
         if module.b13 is not None:
             module.set_biases(*load_expert_biases(self._checkpoint, prefix, dtype=self._dtype, **where))
+
+    def _input_scale(self, path: str, name: str, weight: QTensor | Array, scale: Array | None) -> Array | None:
+        """The given scale of the activation that meets a weight, if it has one; on a mesh every device has it."""
+        if scale is None or not _is_static(weight):
+            return None
+        return place_array(f"{path}.{param.input_scale_name(name)}", np.asarray(scale), self._placement)
 
     def _where(self, path: str, sharding: Sequence[AxisName]) -> dict[str, Any]:
         """Where the variables of the module at ``path`` go, as arguments of the functions that load them."""

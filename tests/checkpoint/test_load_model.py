@@ -216,6 +216,9 @@ def test_given_activation_scales_reach_their_modules(write_checkpoint):
     np.testing.assert_array_equal(moe.w2_input_scale.get_value(), [1, 2])
     assert float(model.layers[0].self_attn.k_proj.weight_input_scale.get_value()) == 1
     assert bool(jnp.isfinite(logits_of(model, jnp.asarray([1, 2, 3]))).all())
+    mesh = jax.make_mesh((1,), ("model",))
+    on_mesh = checkpoint.load_model(folder, mesh=mesh).layers[0].mlp.w2_input_scale.get_value()
+    assert on_mesh.sharding.mesh == mesh and on_mesh.tolist() == [1, 2]
     weight_only = checkpoint.load_model(folder, weight_only=True)
     assert weight_only.layers[0].mlp.w13_input_scale is None
     assert weight_only.layers[0].mlp.recipe.input is None
