@@ -122,6 +122,14 @@ def decode_e4m3(code: Array, dtype: jax.typing.DTypeLike) -> Array:
     return lowering.packed_ptx(code, meaning, _decode_ptx(dtype), pack=4, dtype=dtype)
 
 
+def as_operand(x: Array, dtype: jax.typing.DTypeLike) -> Array:
+    """A tile of codes or floats in the dtype of the other operand."""
+    if x.dtype in (dtype, jnp.int8):  # any float dtype holds int8
+        return x.astype(dtype)
+    # Triton casts no float8 to bfloat16.
+    return x.astype(jnp.float32).astype(dtype)
+
+
 def _e4m3_as_bfloat16(code: Array) -> Array:
     return e4m3_values(code, jnp.bfloat16)
 

@@ -353,7 +353,7 @@ def _step(
     for (at, half), acc in zip(itertools.product(places, range(w.data.shape[2])), sums, strict=True):
         index, col = (at.layer, block.expert, half), _existing_columns(w, at, product)
         codes = load(w.data, (*index, col[:, None], column[None, :]), mask=valid, other=0 if masked else None)
-        b = _as_operand(codes, a.dtype)
+        b = body.decode_e4m3(codes, a.dtype) if codes.dtype == jnp.uint8 else body.as_operand(codes, a.dtype)
         pair = (b, a) if tile.swap else (a, b)
         if product.cell is None:
             promoted = product.exact and a.dtype == body.F8
@@ -368,15 +368,6 @@ def _step(
 def _existing_columns(w: Weights, at: At, product: Product) -> Array:
     n, columns = product.columns(w), columns_of(at, product.tile)
     return columns if n % product.tile.block_n == 0 else jnp.minimum(columns, n - 1)
-
-
-def _as_operand(w: Array, dtype: Any) -> Array:
-    """Weights in the dtype of x, as the tensor core wants them."""
-    if w.dtype == jnp.uint8:
-        return body.decode_e4m3(w, dtype)
-    if w.dtype in (dtype, jnp.int8):  # any float dtype holds int8
-        return w.astype(dtype)
-    return w.astype(jnp.float32).astype(dtype)
 
 
 def _weight_scale(w: Weights, index: tuple[Any, Array, int], at: At, k_block: Array | int, product: Product) -> Array:

@@ -21,23 +21,30 @@ def layout_of(recipe: Recipe) -> Layout:
     """The layout that kernels want a weight of that recipe in."""
     if not is_packed(recipe):
         return CANONICAL
-    return PACKED_BFLOAT16 if recipe.input is None else PACKED_E4M3
+    assert recipe.weight is not None
+    return PACKED_BFLOAT16 if recipe.input is None or recipe.weight.format == "int4" else PACKED_E4M3
 
 
 def refusals(op: OpSpec, recipe: Recipe) -> list[str]:
     """Why products with such four-bit weights are not served."""
     weight, x = recipe.weight, recipe.input
     assert weight is not None
-    if x is not None:
-        folds = weight.scale_dtype == "e8m0" and weight.block == (1, 32)
-        if not folds or x.format != "e4m3" or x.block[1] != -1 or x.global_scale is not None:
-            return [
-                "with quantised activations its kernels take e2m1 weights with e8m0 scales and e4m3 codes with a scale "
-                f"a tensor or token, not {weight.describe()} with {x.describe()}"
-            ]
-        return []
     reasons = []
-    if op.dtype != "bfloat16":
+    if x is not None:
+        codes = {"int4": ("e4m3", "int8"), "e2m1": ("e4m3",)}[weight.format]
+        folds = weight.format == "int4" or weight.scale_dtype == "e8m0"
+        plain = x.block in ((1, -1), (-1, -1)) and x.global_scale is None and not x.zero_point
+        if not folds or x.format not in codes or not plain:
+            return [
+                "with quantised activations its kernels take int4 weights, and e2m1 ones with e8m0 scales, with e4m3 "
+                "codes, int4 also with int8 ones, that have a scale a tensor or token, "
+                f"not {weight.describe()} with {x.describe()}"
+            ]
+        if x.scale_dtype not in ("float32", "e8m0"):
+            reasons.append(f"its kernels measure scales in float32, and an activation's are held in {x.scale_dtype}")
+        if x.format == "int8" and x.static:
+            reasons.append("int8 activations with a given scale have nothing to say of one that is not finite")
+    elif op.dtype != "bfloat16":
         reasons.append(
             f"its kernels multiply four-bit weights with bfloat16 activations, and would have to round {op.dtype} ones"
         )
@@ -48,6 +55,8 @@ def refusals(op: OpSpec, recipe: Recipe) -> list[str]:
                 "its int4 groups are of 16, 32, 64, a multiple of 128, or all columns of one row, "
                 f"not {weight.describe()}"
             )
+        elif x is not None and group == 16:
+            reasons.append("with quantised activations its int4 groups are of 32 columns or more, not 16")
     elif weight.block != {"e8m0": (1, 32), "e4m3": (1, 16)}[weight.scale_dtype]:
         reasons.append(f"its e2m1 blocks are 1x32 with e8m0 and 1x16 with e4m3 scales, not {weight.describe()}")
     return reasons
@@ -56,19 +65,22 @@ def refusals(op: OpSpec, recipe: Recipe) -> list[str]:
 def tile_of_linear(op: OpSpec, **facts: Any) -> MatmulTile:
     """The heuristic's tile."""
     how = _packing(op.recipe, op.features, op.hidden)
-    return linear_tile(op.tokens, op.features, op.hidden, kind=_kind(how), **facts)
+    kind = Kind(operand=how.operand, words=how.words_a_tile)
+    return linear_tile(op.tokens, op.features, op.hidden, kind=kind, **facts)
 
 
 def tiles_of_experts(op: OpSpec, *, sm_count: int, **facts: Any) -> MoETiles:
     """The heuristic's tiles."""
-    how = _packing(op.recipe, op.intermediate, op.hidden)
+    first = _packing(op.recipe, op.intermediate, op.hidden)
+    second = _packing(op.second_recipe or op.recipe, op.hidden, op.intermediate)
+    kind = Kind(operand=first.operand, words=max(first.words_a_tile, second.words_a_tile))
     return moe_tiles(
         op.tokens,
         op.hidden,
         op.intermediate,
         op.experts,
         max(op.top_k, 1),
-        kind=_kind(how),
+        kind=kind,
         halves=2 if op.gated else 1,
         batched=op.op == "batched_experts",
         **facts,
@@ -83,7 +95,3 @@ def parts(w: QTensor) -> tuple[Packed, Packing]:
 def _packing(recipe: Recipe, n: int, k: int) -> Packing:
     assert recipe.weight is not None
     return packing_of(recipe.weight, layout_of(recipe), (n, k))
-
-
-def _kind(how: Packing) -> Kind:
-    return Kind(operand=how.operand, words=how.words_a_tile)

@@ -96,7 +96,7 @@ def _tiles_of_experts(op: OpSpec, exact: bool, facts: dict[str, Any]) -> MoETile
 
 def _note(op: OpSpec, accumulation: str) -> str:
     notes = []
-    if accumulation == "fast" and operands_of(op) == "fp8":
+    if accumulation == "fast" and operands_of(op) == "fp8" and packed.layout_of(op.recipe) != PACKED_BFLOAT16:
         notes.append("FP8 sums stay in the tensor core for all of K; accumulation='exact' promotes them every 128")
     if op.layout != packed.layout_of(op.recipe):
         notes.append("weights are packed for its kernels in every call; jmoe.prepare does it once")

@@ -2,7 +2,7 @@
 
     y[m, n] = act( s_x[m] s[n] sum_k x[m, k] w[n, k]  +  bias[n] )
 
-x (M, K) is bfloat16, or e4m3 with one scale a row; ``product`` says what w is made of. Sums, scales, bias and
+x (M, K) is bfloat16, or codes with one scale a row; ``product`` says what w is made of. Sums, scales, bias and
 activation are float32.
 """
 
@@ -59,10 +59,10 @@ def linear(
     """activation(scale * (x w^T) + bias), (M, N), in one launch, or two where K is split.
 
     Args:
-      x: (M, K), bfloat16 or e4m3, as ``packing`` says.
+      x: (M, K), of a dtype that ``packing.takes``.
       w: packed (N, K), or stacked (L, N, K) with ``layer``.
       packing: how.
-      x_scale: float32 (M, 1) or (1, 1), of an e4m3 x.
+      x_scale: float32 (M, 1) or (1, 1), of an x of codes.
       bias: (N,), or (L, N) with ``layer``; any float dtype.
       activation: "silu", "gelu", "gelu_tanh", "relu2" or None.
       layer: int32 scalar, which of the stacked weights; the kernel indexes them, nothing is copied.
@@ -171,12 +171,15 @@ def _finish_kernel(parts_ref: Any, ends: _Ends, out_ref: Any, *, static: _Static
 
 
 def _check(x: Array, w: Packed, packing: Packing, x_scale: Array | None, bias: Array | None) -> None:
-    wanted = jnp.dtype(body.F8 if packing.operand == "e4m3" else packing.operand)
-    if x.dtype != wanted:
-        raise TypeError(f"x is {x.dtype}, but weights packed for {packing.operand} operands go with {wanted}")
+    if not packing.takes(x.dtype):
+        raise TypeError(
+            f"x is {x.dtype}, but {packing.codes} weights packed for {packing.operand} operands go with "
+            + packing.operand
+            + (", float8_e4m3fn and int8 codes" if packing.codes == "int4" else "")
+        )
     if x.ndim != 2 or x.shape[1] != packing.k:
         raise ValueError(f"x has shape {x.shape}, but it is (M, K) with K = {packing.k}")
-    if (x_scale is None) != (packing.operand != "e4m3"):
+    if (x_scale is None) != (x.dtype not in body.CODES):
         raise ValueError(f"x_scale is {'missing' if x_scale is None else 'given'}, but x is {x.dtype}")
     if x_scale is not None and x_scale.shape not in ((x.shape[0], 1), (1, 1)):
         raise ValueError(f"x_scale has shape {x_scale.shape}, but it is (M, 1) or (1, 1), with M = {x.shape[0]}")

@@ -144,6 +144,12 @@ class Packing:
         """What a row's largest exponent is held as: bfloat16's largest, or the last of those that e4m3 takes in."""
         return FOLDED - 1 if self.folds else 254
 
+    def takes(self, dtype: Any) -> bool:
+        """Whether x may be of that dtype: the operand's, or int4's also codes, which bfloat16 holds exactly."""
+        if self.operand == "e4m3":
+            return dtype == jnp.float8_e4m3fn
+        return dtype == jnp.bfloat16 or (self.codes == "int4" and dtype in (jnp.float8_e4m3fn, jnp.int8))
+
     @property
     def element(self) -> type:
         return jnp.uint8 if self.operand == "e4m3" else jnp.uint16

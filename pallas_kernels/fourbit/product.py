@@ -53,7 +53,7 @@ def sums(
     """In a kernel: the float32 sum over K of each part, (rows of w, rows of x), without ``row_scale`` and x's scales.
 
     Args:
-      x: ref (R, K), bfloat16 or e4m3 as the packing's operand.
+      x: ref (R, K), of a dtype that ``packing.takes``.
       row: int32 (block_m,), rows of x.
       w: refs, with as many axes in front as a part has indices.
       parts: of the program, with ``block_n`` rows each.
@@ -61,6 +61,9 @@ def sums(
       share: which of ``split_k`` shares of K; None is all of it.
     """
     packing, tile, _ = step
+    if _scales_sums(x, packing):
+        tile = replace(tile, block_k=COLUMNS)
+        step = step._replace(tile=tile)
     total = [jnp.zeros((tile.block_n, tile.block_m), jnp.float32)] * len(parts)
     whole, count = packing.k // tile.block_k, pl.cdiv(packing.k, tile.block_k)
     first: Array | int = 0
@@ -100,6 +103,11 @@ def row_scale(w: Packed, part: Part, packing: Packing) -> Array:
     if packing.group != -1:
         return jnp.full(part.rows.shape, power, jnp.float32)
     return _as_float(load(w.scale, (*part.matrix, 0, _word_column(part.rows, packing))), packing) * power
+
+
+def _scales_sums(x: Any, packing: Packing) -> bool:
+    """Whether scales multiply sums over their groups: where x is of codes too, products of both are exact."""
+    return packing.codes == "int4" and packing.group != -1 and x.dtype in body.CODES
 
 
 def _row_tile(rows: Array, packing: Packing) -> Array:
@@ -156,18 +164,24 @@ def _step(
 ) -> list[Array]:
     """The accumulators after step ``i`` of K, of all groups or of those of pass ``number``."""
     packing, tile, exact = step
-    runs, dots = packing.runs, _dots(step)
+    scaled = _scales_sums(x, packing)
+    runs, dots = packing.runs, COLUMNS // min(packing.group, COLUMNS) if scaled else _dots(step)
     operands = [_Operands(w, part, packing, tile, i, masked, number) for part in parts]
     promoted = exact and packing.operand == "e4m3"
     for j in range(0, runs, runs // dots):
         among = range(j, j + runs // dots)
         column = _columns_of_runs(packing, tile.block_k, i, j, len(among))
         valid = (column < packing.k)[None, :] if masked else None
-        right = load(x, (row[:, None], column[None, :]), mask=valid, other=0 if masked else None)
+        codes = load(x, (row[:, None], column[None, :]), mask=valid, other=0 if masked else None)
+        right = body.as_operand(codes, body.F8 if packing.operand == "e4m3" else jnp.bfloat16)
         result = []
         for operand, acc in zip(operands, total, strict=True):
-            left = decode.beside([operand.run(r) for r in among], packing.run)
-            result.append(acc + lowering.dot(left, right) if promoted else lowering.dot(left, right, acc))
+            left = decode.beside([operand.run(r, with_scale=not scaled) for r in among], packing.run)
+            if scaled:
+                acc = body.add_scaled(acc, lowering.dot(left, right), [operand.scale_of_run(j)[:, None]])
+            else:
+                acc = acc + lowering.dot(left, right) if promoted else lowering.dot(left, right, acc)
+            result.append(acc)
         total = result
     return total
 
@@ -216,15 +230,15 @@ class _Operands:
         rows = _row_tile(part.rows, packing)
         self._data = load(w.data, (*part.matrix, rows[:, None], down[:, None] + across[None, :]))
 
-    def run(self, j: int) -> Array:
-        """The dot's left operand of run ``j`` of every tile of the step."""
+    def run(self, j: int, *, with_scale: bool = True) -> Array:
+        """The dot's left operand of run ``j`` of every tile of the step; int4's also without scales."""
         p = self._packing
         a_run = max(1, p.run // p.group) if p.group > 0 else 1
         groups = [(b, j * p.run, n) for b in range(self._tiles) for n in range(a_run)]
         width = p.run // a_run
         if p.codes == "int4":
             zeros = decode.spread([self._zero(*group) for group in groups], width)
-            scales = [self._scales(*group) for group in groups] if p.group != -1 else []
+            scales = [self._scales(*group) for group in groups] if with_scale and p.group != -1 else []
             parts = [decode.spread(list(part), width) for part in zip(*scales, strict=True)]
             return decode.int4(self._data, zeros, parts, j)
         if p.operand == "bfloat16":
@@ -238,6 +252,11 @@ class _Operands:
             live = decode.spread(masks, width)
         exponents = [h * np.uint32(8 * 0x01010101) for h in held]
         return decode.fold(self._data, decode.spread(exponents, width), live, j)
+
+    def scale_of_run(self, j: int) -> Array:
+        """float32 scales of the int4 groups, one a row, that run ``j`` of the step's only tile begins."""
+        p = self._packing
+        return _as_float(self._field(self._w.scale, 32 // p.groups_a_word, 0, j * p.run, 0), p)
 
     def _scale(self, *group: int) -> Array:
         """An e2m1 group's scale, as ``decode.e2m1`` takes it."""

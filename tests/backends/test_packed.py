@@ -19,6 +19,7 @@ RECIPES = {
     "nvfp4_w4a16": PACKED_BFLOAT16,
     "int4:group=32,zero_point,scale_dtype=float16": PACKED_BFLOAT16,
     "int4:group=-1": PACKED_BFLOAT16,
+    "int4_int8": PACKED_BFLOAT16,
 }
 
 
@@ -62,7 +63,7 @@ def test_preparing_is_traced_and_evaluated_abstractly():
     ]
 
 
-@pytest.mark.parametrize("name", ["int4:group=48", "int4_fp8", "fp8_block"])
+@pytest.mark.parametrize("name", ["int4:group=48", "int4_fp8:group=16", "fp8_block"])
 def test_what_the_kernels_do_not_serve_so_stays_canonical(name):
     q = weight(name, (70, 96))
     assert jmoe.prepare(q, op="linear", device="h200") is q

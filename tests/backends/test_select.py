@@ -119,6 +119,7 @@ def test_the_second_products_recipe_counts_as_well():
     [
         *("bf16", "fp8_tensor", "fp8_tensor_static", "fp8_channel", "fp8_block", "fp8_w8a16", "int8", "int8_w8a16"),
         *("mxfp4", "mxfp4_a8", "nvfp4_w4a16", "int4", "int4:group=32,zero_point", "int4:group=-1"),
+        *("int4_fp8", "int4_int8:group=32"),
     ],
 )
 @pytest.mark.parametrize("op", [LINEAR, MOE], ids=["linear", "moe"])
@@ -130,7 +131,8 @@ def test_triton_comes_first_where_its_kernels_serve(op, name):
     "name, told",
     [
         ("int8_w8a16:zero_point", "its kernels take plain, e4m3, symmetric int8 and four-bit weights, and these are "),
-        ("int4_fp8", "with quantised activations its kernels take e2m1 weights with e8m0 scales and e4m3 codes "),
+        ("mxfp4_mxfp8", "with quantised activations its kernels take int4 weights, and e2m1 ones with e8m0 scales, "),
+        ("int4_fp8:group=16", "with quantised activations its int4 groups are of 32 columns or more, not 16"),
         (
             "int4:group=48",
             "its int4 groups are of 16, 32, 64, a multiple of 128, or all columns of one row, not int4 1x48",

@@ -22,6 +22,8 @@ RECIPES = (
     "int4:group=64,scale_dtype=float16,zero_point",
     "int4:group=256",
     "int4:group=-1,zero_point",
+    "int4_fp8",
+    "int4_int8:group=32,zero_point",
 )
 
 
@@ -29,7 +31,7 @@ def packing_of(q: QTensor) -> Packing:
     n, k = q.shape[-2:]
     return Packing(
         codes=q.scheme.format,
-        operand="bfloat16" if q.input_scheme is None else "e4m3",
+        operand="e4m3" if q.scheme.format == "e2m1" and q.input_scheme is not None else "bfloat16",
         scale=q.scheme.scale_dtype,
         group=q.scheme.block[1],
         zero_point=q.scheme.zero_point,

@@ -18,13 +18,19 @@ def tile(**extents):
     return MatmulTile(**{"block_m": 16, "block_n": 64, "block_k": 128, "num_warps": 4, "num_stages": 3} | extents)
 
 
+def quantized(x, q):
+    if q.input_scheme is None:
+        return x, None
+    return kernels.quantize_tokens(x, codes=q.input_scheme.fmt.storage, interpret=True)
+
+
 def error(q, m, *, tile, bias=None, activation=None, layer=None, exact=True, x=None):
     """Relative to the reference, both on the same quantized operands."""
     k = q.shape[-1]
     x = jax.random.normal(jax.random.key(7), (m, k), jnp.bfloat16) if x is None else x
     options = {"bias": bias, "activation": activation}
     wanted = jmoe.linear(x, q, layer=layer, implementation="reference", preferred_element_type=jnp.float32, **options)
-    codes, scale = (x, None) if q.input_scheme is None else kernels.quantize_tokens(x, interpret=True)
+    codes, scale = quantized(x, q)
     index = None if layer is None else jnp.int32(layer)
     y = linear(
         codes,
@@ -84,12 +90,12 @@ def test_b07_scales_of_any_byte():
     assert y[1:, 3].tolist() == [1.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4_w4a16", "int4:group=32", "mxfp4_a8"])
+@pytest.mark.parametrize("recipe", ["nvfp4_w4a16", "int4:group=32", "mxfp4_a8", "int4_int8"])
 def test_a_nan_weight_makes_its_own_column_nan_and_a_nan_token_its_own_row(recipe):
     w = jax.random.normal(jax.random.key(0), (70, 160)).at[3, 100].set(jnp.nan)
     q = jmoe.quantize(w, recipe)
     x = jax.random.normal(jax.random.key(1), (5, 160), jnp.bfloat16).at[2, 7].set(jnp.nan)
-    codes, scale = (x, None) if q.input_scheme is None else kernels.quantize_tokens(x, interpret=True)
+    codes, scale = quantized(x, q)
     y = linear(codes, cases.packed(q), packing=cases.packing_of(q), x_scale=scale, tile=tile(), interpret=True)
     nan = np.zeros((5, 70), bool)
     nan[2], nan[:, 3] = True, True

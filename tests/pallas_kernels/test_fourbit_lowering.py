@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import jmoe
 from pallas_kernels.experts import Experts
 from pallas_kernels.fourbit.linear import linear
 from pallas_kernels.moe import fused_moe
@@ -17,8 +18,11 @@ from tests.pallas_kernels.moe_cases import LAYERS, Case
 SUPPORTED = [
     (capability, recipe)
     for capability in (80, 89, 90, 100)
-    for recipe in ("mxfp4", "nvfp4_w4a16", "int4", "int4:group=32,scale_dtype=bfloat16,zero_point", "mxfp4_a8")
-    if capability >= 89 or recipe != "mxfp4_a8"
+    for recipe in (
+        *("mxfp4", "nvfp4_w4a16", "int4", "int4:group=32,scale_dtype=bfloat16,zero_point", "mxfp4_a8"),
+        *("int4_fp8", "int4_int8:group=32"),
+    )
+    if capability >= 89 or recipe not in ("mxfp4_a8", "int4_fp8")
 ]
 """FP8 dots need sm89."""
 
@@ -29,14 +33,13 @@ def product(recipe, m, n, k, capability, *, layers=None, exact=False):
     q = cases.abstract_weight(recipe, (*stack, n, k))
     packing = cases.packing_of(q)
     tile = linear_tile(m, n, k, kind=cases.kind_of(packing), capability=capability)
-    folds = packing.operand == "e4m3"
-    x = lanes.spec((m, k), jnp.float8_e4m3fn if folds else jnp.bfloat16)
+    x = lanes.spec((m, k), jnp.bfloat16 if q.input_scheme is None else q.input_scheme.fmt.storage)
     layer = None if layers is None else lanes.spec((), jnp.int32)
 
     def call(x, x_scale, w, layer):
         return linear(x, w, packing=packing, x_scale=x_scale, layer=layer, exact=exact, tile=tile)
 
-    return call, (x, lanes.spec((m, 1)) if folds else None, jax.eval_shape(cases.packed, q), layer)
+    return call, (x, None if q.input_scheme is None else lanes.spec((m, 1)), jax.eval_shape(cases.packed, q), layer)
 
 
 @pytest.mark.lowering
@@ -48,7 +51,7 @@ def test_every_kernel_lowers(capability, recipe):
         assert [k.name for k in kernels] == (["linear_w4", "linear_finish"] if m == 1 else ["linear_w4"])
         assert kernels[0].count("tt.dot") >= 1
         # A float8 type would end the process in compilers for GPUs before sm89.
-        assert ("f8E4M3" in kernels[0].text) == (recipe == "mxfp4_a8")
+        assert ("f8E4M3" in kernels[0].text) == (recipe in ("mxfp4_a8", "int4_fp8"))
 
 
 @pytest.mark.lowering
@@ -114,6 +117,7 @@ def test_a_layer_of_experts_takes_few_launches_and_copies_no_weights(capability,
         case = Case(recipe=recipe, tokens=tokens, **LAYERS[sizes])
         # Tiles are Hopper's; GPUs before it keep a few values of two accumulators on the stack.
         compiled = aot.compile_for(*layer_of_experts(case, capability), capability, spills=capability < 90)
-        assert len(compiled.launches) <= (6 if recipe == "mxfp4_a8" else 5), compiled.launches
+        quantises = jmoe.recipe(recipe).input is not None
+        assert len(compiled.launches) <= (6 if quantises else 5), compiled.launches
         if tokens < 8192:
             assert compiled.temporary_bytes < case.experts * case.hidden * case.intermediate // 10

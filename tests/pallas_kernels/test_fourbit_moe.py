@@ -47,6 +47,8 @@ def error(case, routing):
         Case(recipe="int4", **SIZES),
         Case(recipe="mxfp4_a8", bias=True, activation="swigluoai", exact=True, **SIZES),
         Case(recipe="mxfp4_a8", dtype="float16", **SIZES),
+        Case(recipe="int4_fp8:group=32", bias=True, **SIZES),
+        Case(recipe="int4_int8", dtype="float16", **SIZES),
     ],
     ids=lambda case: f"{case.recipe}-{case.dtype}",
 )
