@@ -15,6 +15,7 @@ import pytest
 
 import jmoe
 from jmoe import checkpoint
+from jmoe.checkpoint import placement, weights
 from jmoe.scheme import recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -174,6 +175,23 @@ def test_experts_that_are_quantized_as_they_are_read_are_those_that_are_quantize
     assert only[0].input_scheme is None and only[0].scheme == recipe("int8").weight
 
 
+@pytest.mark.parametrize("how, rows", [("fp8_block", 1), ("nvfp4_w4a16", 2)])
+def test_one_expert_at_a_time_is_unquantized_while_experts_are_quantized(write_checkpoint, monkeypatch, how, rows):
+    quantized_at_once, placed = [], []
+    quantize, moved = weights.quantize, placement._moved
+    monkeypatch.setattr(
+        weights, "quantize", lambda w, *a, **k: quantized_at_once.append(w.shape) or quantize(w, *a, **k)
+    )
+    monkeypatch.setattr(placement, "_moved", lambda array, to: placed.append(array.dtype) or moved(array, to))
+    tensors = plain("experts", QWEN, 3, 64, 32)
+    with checkpoint.open(write_checkpoint(tensors)) as opened:
+        checkpoint.load_experts(opened, "experts", recipe=how)
+    # The first is seen twice, for what all are like.
+    assert set(quantized_at_once) == {(rows, 32, 64), (1, 64, 32)}
+    assert len(quantized_at_once) <= 6 // rows + 3 + 2
+    assert placed[0] == (ml_dtypes.float8_e4m3fn if how == "fp8_block" else np.uint8)
+
+
 def test_a_recipe_leaves_experts_alone_that_are_quantized(write_checkpoint):
     with checkpoint.open(write_checkpoint(quantized("experts", QWEN), {"quantization_config": TENSOR})) as opened:
         w13, _ = checkpoint.load_experts(opened, "experts", recipe="int8")
@@ -301,7 +319,7 @@ def test_experts_scales_of_two_dtypes_are_refused(write_checkpoint):
 
 _MEASURE = """
 import json, sys, threading, time
-import jax, jmoe, ml_dtypes, numpy as np
+import jax, ml_dtypes, numpy as np
 from jmoe import checkpoint
 from jmoe.checkpoint.safetensors_writer import write_safetensors
 
@@ -331,9 +349,6 @@ def resident():
     return np.array([1024 * int(fields[key].split()[0]) for key in ("RssAnon", "RssFile")])
 
 small = jax.block_until_ready(jax.device_put(np.ones((64, 64))))
-if dtype == "online":  # compiled before, which takes memory of its own
-    for shape in ((1, intermediate, hidden), (1, hidden, intermediate)):
-        jmoe.quantize(np.ones(shape, ml_dtypes.bfloat16), "fp8_block", shared=(-3,))
 peak, done = resident(), threading.Event()
 
 def watch():
@@ -346,7 +361,6 @@ watcher = threading.Thread(target=watch)
 watcher.start()
 mesh = jax.make_mesh((4,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,)) if dtype == "sharded" else None
 where = {} if mesh is None else {"mesh": mesh, "sharding": ("expert", None, None)}
-where |= {"recipe": "fp8_block"} if dtype == "online" else {}
 loaded = checkpoint.load_experts(checkpoint.open(folder), "experts", **where)
 done.set()
 watcher.join()
@@ -358,7 +372,7 @@ print(json.dumps({"above": above - sum(sizes), "mapped": mapped, "after": after,
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads RssAnon from Linux's /proc")
-@pytest.mark.parametrize("dtype", ["fp8", "bf16", "sharded", "online"])
+@pytest.mark.parametrize("dtype", ["fp8", "bf16", "sharded"])
 def test_streaming_needs_less_than_1_2_stacked_tensors_above_what_it_loads(tmp_path, dtype):
     run = subprocess.run(
         [sys.executable, "-c", _MEASURE, str(tmp_path), dtype],
@@ -371,13 +385,11 @@ def test_streaming_needs_less_than_1_2_stacked_tensors_above_what_it_loads(tmp_p
     assert run.returncode == 0, run.stderr
     measured = json.loads(re.findall(r"\{.*\}", run.stdout)[-1])
     w13, w2 = measured["sizes"]
-    assert w13 + w2 > (150e6 if dtype in ("fp8", "online") else 300e6)
+    assert w13 + w2 > (150e6 if dtype == "fp8" else 300e6)
     # The watcher sees it: at some time a host buffer and its copy on the device are both there. On four devices that is
     # a quarter of each.
     parts = 4 if dtype == "sharded" else 1
-    # To quantize one matrix takes a few of it in float32.
-    matrices = 8 * 1024 * 2048 * 4 if dtype == "online" else 0
-    assert 0.5 * w2 < parts * measured["above"] < 1.2 * w13 + matrices
-    assert measured["after"] < 1.1 * (w13 + w2) + 2 * matrices
+    assert 0.5 * w2 < parts * measured["above"] < 1.2 * w13
+    assert measured["after"] < 1.1 * (w13 + w2)
     # Of the file itself, little more than one expert's pages.
     assert measured["mapped"] < 0.2 * w2
