@@ -35,7 +35,7 @@ def fused_moe(
     """y[t] = sum_j topk_weights[t, j] * expert(topk_ids[t, j], x[t]), in ascending order of j.
 
     Args:
-      x: (T, H) of ``spec.dtype``, or e4m3 codes with ``x_scale`` as ``spec.input_scheme`` says.
+      x: (T, H) of ``spec.dtype``, or codes with ``x_scale`` as ``spec.input_scheme`` says.
       experts: E experts' weights.
       topk_weights: float32 (T, k).
       topk_ids: int32 (T, k), any value; a slot whose expert is not here adds nothing, whatever its weight.
@@ -97,7 +97,7 @@ def batched_experts(
     """y[e, t] = expert(e, x[e, t]) for t < counts[e], zero beyond.
 
     Args:
-      x: (E, T_max, H) of ``spec.dtype``, or e4m3 codes with ``x_scale``; rows beyond counts may hold anything.
+      x: (E, T_max, H) of ``spec.dtype``, or codes with ``x_scale``; rows beyond counts may hold anything.
       counts: int32 (E,).
       experts, spec, interpret: as for ``fused_moe``.
       x_scale: (1, 1, 1), (E, T_max, 1) or (E, T_max, ceil(H/group)), of x given as codes; dtypes as for weights.
