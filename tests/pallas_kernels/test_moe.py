@@ -121,8 +121,7 @@ def test_int8_scales_of_groups_and_of_a_tensor(block, how):
     ids = jnp.asarray(cases.routing("elsewhere", case))
     x, weights = cases.spoiled(case, *cases.tokens(case), ids)
     found = layer_of(x, cases.arrays(layer), weights, ids, cases.spec_of(case, layer, how))
-    bar = cases.BARS["one scale"] if block == (-1, -1) else case.bar
-    assert relative_error(found, reference(case, layer, x, weights, ids)) < bar
+    assert relative_error(found, reference(case, layer, x, weights, ids)) < case.bar
 
 
 def test_static_scales_one_an_expert():
