@@ -157,7 +157,8 @@ class Attention(nnx.Module):
             return jax.nn.softmax(scores, axis=-1)
         _, heads, groups, _, _ = scores.shape
         sinks = self.sinks.get_value().astype(jnp.float32).reshape(heads, groups, 1, 1)
-        with_sinks = jnp.concatenate([scores, jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))], axis=-1)
+        column = jnp.sum(jnp.zeros_like(scores), axis=-1, keepdims=True) + sinks  # sharded as scores are
+        with_sinks = jnp.concatenate([scores, column], axis=-1)
         return jax.nn.softmax(with_sinks, axis=-1)[..., :-1]
 
 
