@@ -21,6 +21,12 @@ MAGNITUDES = 0x77777777
 INT4_SHIFT = -6
 """Powers of two that ``int4`` leaves in its result."""
 
+SCALED_INT4_SHIFT = -133
+"""Powers of two that ``scaled_int4`` leaves in its result."""
+
+INT4_OFFSET = 8
+"""What symmetric codes are held too large by."""
+
 # e4m3 codes of 0, .5, 1, 1.5 and of 2, 3, 4, 6, all times 2**-5, lowest byte first; 8 more is twice as much.
 _E4M3_LOW, _E4M3_HIGH = 0x14100800, 0x24201C18
 
@@ -50,20 +56,36 @@ def beside(tiles: Sequence[Array], run: int) -> Array:
     return jnp.transpose(lowering.join(a, b), (0, 1, 3, 2)).reshape(a.shape[0], -1)
 
 
-def fold(w: Array, exponent: Array, live: Array, run: int) -> Array:
+def four_times(word: Array, byte: int) -> Array:
+    """One byte of each uint32, in all four."""
+    return lowering.packed_ptx(
+        word, _FOUR[byte], f"prmt.b32 $0, $1, $1, 0x{byte:x}{byte:x}{byte:x}{byte:x};", pack=1, dtype=jnp.uint32
+    )
+
+
+def _four_meaning(word: Array, *, byte: int) -> Array:
+    return ((word >> np.uint32(8 * byte)) & np.uint32(0xFF)) * np.uint32(0x01010101)
+
+
+_FOUR = tuple(functools.partial(_four_meaning, byte=byte) for byte in range(4))
+
+
+def fold(w: Array, exponent: Array, run: int, live: Array | None = None) -> Array:
     """e4m3 values of e2m1 codes times 2**(exponent - 5), exactly.
 
     Args:
       w: uint8 (rows, h).
-      exponent: uint32, four bytes of eight times a number from 0 to 11.
-      live: uint32, ``MAGNITUDES`` or 0.
+      exponent: uint32, four bytes of a number from 0 to 11.
       run: 0 or 1.
+      live: uint32, ``MAGNITUDES`` or 0; None is the former. A constant tile beside w would cost the dot its pipeline.
     """
-    return lowering.packed_ptx(w, _FOLD[run], _fold_ptx(run), exponent, live, pack=4, dtype=F8)
+    others = [exponent] if live is None else [exponent, live]
+    ptx = _fold_ptx(run, masked=live is not None)
+    return lowering.packed_ptx(w, _FOLD[run], ptx, *others, pack=4, dtype=F8)
 
 
 @functools.cache
-def _fold_ptx(run: int) -> str:
+def _fold_ptx(run: int, *, masked: bool) -> str:
     """Seven instructions for four weights, three of them alike for a group.
 
     A byte permutation looks up four magnitudes at once, by four nibbles, in a table of eight bytes; the seven that are
@@ -72,9 +94,9 @@ def _fold_ptx(run: int) -> str:
     lines = [
         "{",
         ".reg .b32 a, b, m, v, t;",
-        f"add.u32 b, $2, {_E4M3_HIGH:#x};",
-        f"mad.lo.u32 a, $2, 256, {_E4M3_LOW:#x};",  # not to the byte of zero
-        "and.b32 m, $1, $6;",
+        f"mad.lo.u32 b, $2, 8, {_E4M3_HIGH:#x};",
+        f"mad.lo.u32 a, $2, 2048, {_E4M3_LOW:#x};",  # not to the byte of zero
+        f"and.b32 m, $1, {'$6' if masked else hex(MAGNITUDES)};",
         *(["shr.u32 m, m, 16;"] if run else []),
         "prmt.b32 v, a, b, m;",
         "shl.b32 t, $1, 4;" if run else "mov.b32 t, $1;",
@@ -84,11 +106,11 @@ def _fold_ptx(run: int) -> str:
     return "\n".join(lines)
 
 
-def _fold_meaning(w: Array, exponent: Array, live: Array, *, run: int) -> Array:
-    word, exponent, live = _words(w, 4), exponent[:, ::4], live[:, ::4]
-    low = exponent * np.uint32(256) + np.uint32(_E4M3_LOW)
-    high = exponent + np.uint32(_E4M3_HIGH)
-    magnitude = word & live
+def _fold_meaning(w: Array, exponent: Array, live: Array | None = None, *, run: int) -> Array:
+    word, exponent = _words(w, 4), exponent[:, ::4]
+    low = exponent * np.uint32(2048) + np.uint32(_E4M3_LOW)
+    high = exponent * np.uint32(8) + np.uint32(_E4M3_HIGH)
+    magnitude = word & (np.uint32(MAGNITUDES) if live is None else live[:, ::4])
     if run:
         magnitude, word = magnitude >> np.uint32(16), word << np.uint32(4)
     result = word & np.uint32(0x80808080)
@@ -147,43 +169,50 @@ def _e2m1_meaning(w: Array, scale: Array, *, run: int) -> Array:
 _E2M1 = tuple(functools.partial(_e2m1_meaning, run=run) for run in range(4))
 
 
-def int4(w: Array, zero: Array, scales: Sequence[Array], run: int) -> Array:
+def int4(w: Array, zero: Array | None, scales: Sequence[Array], run: int) -> Array:
     """bfloat16 (code - zero) * scale * 2**INT4_SHIFT, rounded once but for the last scale's product.
 
     Args:
       w: uint16 (rows, h).
-      zero: uint32, the bfloat16 -zero * 2**INT4_SHIFT in each half.
+      zero: uint32, the bfloat16 -zero * 2**INT4_SHIFT in each half; None is a zero of ``INT4_OFFSET``.
       scales: tiles of uint32, a bfloat16 in each half, whose sum is the scale; up to two, none is a scale of 1.
       run: 0 to 3.
     """
-    meaning, ptx = _INT4[len(scales)][run], _int4_ptx(run, len(scales))
-    return lowering.packed_ptx(w, meaning, ptx, zero, *scales, pack=2, dtype=jnp.bfloat16)
+    others = [*([] if zero is None else [zero]), *scales]
+    meaning, ptx = _INT4[zero is not None][run], _int4_ptx(run, len(scales), given=zero is not None)
+    return lowering.packed_ptx(w, meaning, ptx, *others, pack=2, dtype=jnp.bfloat16)
+
+
+def _int4_code_ptx(run: int) -> list[str]:
+    """A code in the lowest mantissa bits is a bfloat16 subnormal, code * 2**-133, or 2**-129 four bits further up."""
+    shift = ["shr.u32 a, $1, 8;"] if run >= 2 else []
+    return [*shift, f"and.b32 a, {'a' if shift else '$1'}, {'0x00F000F0' if run % 2 else '0x000F000F'};"]
 
 
 @functools.cache
-def _int4_ptx(run: int, scales: int) -> str:
-    """A code in the lowest mantissa bits is a bfloat16 subnormal, code * 2**-133, or 2**-129 four bits further up."""
-    odd, difference = run % 2, "$0" if scales == 0 else "d"
+def _int4_ptx(run: int, scales: int, *, given: bool) -> str:
+    difference, first = "d" if scales else "$0", 4 if given else 2
     lines = [
         "{",
-        ".reg .b32 a, d, p, z;",
-        *(["shr.u32 a, $1, 8;"] if run >= 2 else []),
-        f"and.b32 a, {'a' if run >= 2 else '$1'}, {'0x00F000F0' if odd else '0x000F000F'};",
-        f"mov.b32 p, {'0x7D007D00' if odd else '0x7F007F00'};",  # 2**123 or 2**127
-        f"fma.rn.bf16x2 {difference}, a, p, $2;",
+        ".reg .b32 a, d, o, p, z;",
+        *_int4_code_ptx(run),
+        f"mov.b32 p, {'0x7D007D00' if run % 2 else '0x7F007F00'};",  # 2**123 or 2**127
+        "mov.b32 o, $2;" if given else "mov.b32 o, 0xBE00BE00;",  # -8 * 2**-6
+        f"fma.rn.bf16x2 {difference}, a, p, o;",
     ]
     if scales:
         lines.append("mov.b32 z, 0x80008000;")
     if scales == 2:
-        lines.append("fma.rn.bf16x2 z, d, $6, z;")
+        lines.append(f"fma.rn.bf16x2 z, d, ${first + 2}, z;")
     if scales:
-        lines.append("fma.rn.bf16x2 $0, d, $4, z;")
+        lines.append(f"fma.rn.bf16x2 $0, d, ${first}, z;")
     return "\n".join([*lines, "}"])
 
 
-def _int4_meaning(w: Array, zero: Array, *scales: Array, run: int) -> Array:
-    code = _parts((_words(w, 2) >> np.uint32(4 * run)) & np.uint32(0x000F000F), jnp.uint16)
-    value = code.astype(jnp.float32) * np.float32(2.0**INT4_SHIFT) + _low_half(zero)
+def _int4_meaning(w: Array, *others: Array, run: int, given: bool) -> Array:
+    zero = _low_half(others[0]) if given else np.float32(-INT4_OFFSET * 2.0**INT4_SHIFT)
+    scales = others[1:] if given else others
+    value = _int4_code(w, run) * np.float32(2.0**INT4_SHIFT) + zero
     if len(scales) == 2:
         rest = (value * _low_half(scales[1])).astype(jnp.bfloat16).astype(jnp.float32)
         value = value * _low_half(scales[0]) + rest
@@ -192,7 +221,48 @@ def _int4_meaning(w: Array, zero: Array, *scales: Array, run: int) -> Array:
     return value.astype(jnp.bfloat16)
 
 
-_INT4 = tuple(tuple(functools.partial(_int4_meaning, run=run) for run in range(4)) for _ in range(3))
+def _int4_code(w: Array, run: int) -> Array:
+    return _parts((_words(w, 2) >> np.uint32(4 * run)) & np.uint32(0x000F000F), jnp.uint16).astype(jnp.float32)
+
+
+_INT4 = tuple(tuple(functools.partial(_int4_meaning, run=run, given=g) for run in range(4)) for g in (False, True))
+
+
+def scaled_int4(w: Array, scale: Array, run: int) -> Array:
+    """bfloat16 (code - INT4_OFFSET) * scale * 2**SCALED_INT4_SHIFT, rounded once.
+
+    Args:
+      w: uint16 (rows, h).
+      scale: uint32, a bfloat16 in each half.
+      run: 0 to 3.
+    """
+    return lowering.packed_ptx(w, _SCALED[run], _scaled_int4_ptx(run), scale, pack=2, dtype=jnp.bfloat16)
+
+
+@functools.cache
+def _scaled_int4_ptx(run: int) -> str:
+    """One multiply-add a weight: eight scales are a bfloat16 too, and alike for a group, as is the scale's 16th."""
+    lines = [
+        "{",
+        ".reg .b32 a, c, k, s, z;",
+        *_int4_code_ptx(run),
+        "mov.b32 z, 0x80008000;",
+        "mov.b32 k, 0x80088008;",  # -8 * 2**-133
+        "fma.rn.bf16x2 c, $2, k, z;",
+        *(["mov.b32 s, 0x3D803D80;", "fma.rn.bf16x2 s, $2, s, z;"] if run % 2 else ["mov.b32 s, $2;"]),  # 2**-4
+        "fma.rn.bf16x2 $0, a, s, c;",
+        "}",
+    ]
+    return "\n".join(lines)
+
+
+def _scaled_int4_meaning(w: Array, scale: Array, *, run: int) -> Array:
+    half = np.float32(2.0 ** (SCALED_INT4_SHIFT / 2 - 0.5)), np.float32(2.0 ** (SCALED_INT4_SHIFT / 2 + 0.5))
+    value = (_int4_code(w, run) - INT4_OFFSET) * (_low_half(scale) * half[0])
+    return (value * half[1]).astype(jnp.bfloat16)
+
+
+_SCALED = tuple(functools.partial(_scaled_int4_meaning, run=run) for run in range(4))
 
 
 def twice(value: Array) -> Array:

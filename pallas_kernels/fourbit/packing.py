@@ -7,7 +7,8 @@ instructions on the whole word bring them to their place in the operand.
 
 **Scales** are 32-bit words of one, two or four groups of a row, (words, rows), so that a program's rows are read side
 by side. e8m0 exponents are held relative to their row's largest, which makes them ready to be added to an operand's
-exponent; the row's own follows in a last word.
+exponent; the row's own follows in a last word. So are those of bfloat16 scales that symmetric int4 codes are to be
+multiplied by as subnormals: the largest is then the largest that there is.
 
 ``unpack`` gives back what ``pack`` was given, bit by bit.
 """
@@ -111,8 +112,13 @@ class Packing:
 
     @property
     def has_row_word(self) -> bool:
-        """Whether scales are exponents relative to their row's, which a last word has."""
-        return self.scale == "e8m0"
+        """Whether scales' exponents are held relative to their row's, which a last word has."""
+        return self.scale == "e8m0" or self.scaled_codes
+
+    @property
+    def scaled_codes(self) -> bool:
+        """Whether int4 codes become weights by one multiply-add each, see ``decode.scaled_int4``."""
+        return self.codes == "int4" and self.scale == "bfloat16" and self.group != -1 and not self.zero_point
 
     @property
     def groups_a_word(self) -> int:
@@ -279,15 +285,40 @@ def _from_words(words: Array, a_word: int, packing: Packing) -> Array:
 
 
 def _words_of_scales(codes: Array, scale: Array, packing: Packing) -> Array:
+    if packing.scaled_codes:
+        held, top = _relative(_scale_bits(scale).astype(jnp.int32))
+        return _with_row(_as_words(held.astype(jnp.uint32), packing.groups_a_word, packing), top, packing)
     if packing.scale != "e8m0":
         return _as_words(_scale_bits(scale).astype(jnp.uint32), packing.groups_a_word, packing)
     exponent = scale.astype(jnp.int32)
     top = _top(codes, exponent, packing)
     held = (exponent - top[..., None] + packing.held_top) & 0xFF
     row = top | (_passes(codes, exponent, packing) if packing.folds else 1) << 8
+    return _with_row(_as_words(held.astype(jnp.uint32), packing.groups_a_word, packing), row, packing)
+
+
+def _with_row(words: Array, row: Array, packing: Packing) -> Array:
+    """Words of scales with those of their rows below; rows of padding have exponent 0 and need one pass."""
     row = jnp.pad(row, [(0, 0)] * (row.ndim - 1) + [(0, -packing.n % ROWS)], constant_values=1 << 8)
-    words = _as_words(held.astype(jnp.uint32), packing.groups_a_word, packing)
     return jnp.concatenate([words, row.astype(jnp.uint32)[..., None, :]], axis=-2)
+
+
+def _relative(half: Array) -> tuple[Array, Array]:
+    """bfloat16 bits (int32), the row's largest exponent made 254 and others as much larger; and what it was.
+
+    Zeros and subnormals stay, and so do infinities and NaN.
+    """
+    exponent = (half >> 7) & 0xFF
+    finite = exponent < 255
+    top = jnp.max(jnp.where(finite, jnp.maximum(exponent, 1), 1), axis=-1)
+    moves = finite & (exponent > 0)
+    return jnp.where(moves, half + ((254 - top[..., None]) << 7), half), top
+
+
+def _absolute(held: Array, top: Array) -> Array:
+    """Inverse of ``_relative``."""
+    exponent = (held >> 7) & 0xFF
+    return jnp.where((exponent > 0) & (exponent < 255), held - ((254 - top[..., None]) << 7), held)
 
 
 def _scales_of_words(words: Array, packing: Packing) -> Array:
@@ -295,6 +326,10 @@ def _scales_of_words(words: Array, packing: Packing) -> Array:
         top = (words[..., -1, : packing.n] & 0xFF).astype(jnp.int32)[..., None]
         held = _from_words(words[..., :-1, :], packing.groups_a_word, packing).astype(jnp.int32)
         return ((held + top - packing.held_top) & 0xFF).astype(jnp.uint8)
+    if packing.scaled_codes:
+        top = (words[..., -1, : packing.n] & 0xFF).astype(jnp.int32)
+        held = _from_words(words[..., :-1, :], packing.groups_a_word, packing).astype(jnp.int32)
+        return lax.bitcast_convert_type(_absolute(held, top).astype(jnp.uint16), jnp.bfloat16)
     held = _from_words(words, packing.groups_a_word, packing)
     if packing.scale == "e4m3":
         codes = jnp.take(_e4m3_of_words(), held.astype(jnp.int32))

@@ -5,8 +5,8 @@ instructions make e4m3 or bfloat16 of them; nothing unpacked is stored, and as f
 
 e2m1 codes with e8m0 scales become e4m3 with the scale in the exponent, relative to the row's largest: exact for twelve
 consecutive exponents. Rows that span more go through K in several passes, each of which takes in the next twelve, from
-the smallest up, so that one accumulator serves. How many is known from the row's last word; a program whose rows all
-need one runs no code of the others.
+the smallest up, so that one accumulator serves. How many is known from the row's last word, which a program asks when
+it has gone through K as if one were enough: nothing waits for the answer, and if one was not it starts again.
 """
 
 import functools
@@ -24,9 +24,6 @@ from pallas_kernels.fourbit import decode
 from pallas_kernels.fourbit.packing import COLUMNS, E4M3_SHIFT, FOLDED, ROWS, Packed, Packing
 from pallas_kernels.lowering import arange, load
 from pallas_kernels.tuning.heuristics import MatmulTile
-
-_INT4_OFFSET = 8
-"""What symmetric codes are held too large by."""
 
 
 class Part(NamedTuple):
@@ -74,18 +71,18 @@ def sums(
         last = jnp.minimum(first + length, count)
     end_of_whole: Array | int = whole if share is None else jnp.clip(whole, first, last)
     advance = functools.partial(_step, x, row, w, parts, step)
-    if packing.folds:
-        passes = _passes(w, parts, packing)
-        many = passes > 1
-        one_pass = functools.partial(_one_pass, x, row, w, parts, step, first, last)
-        total = lowering.loop(jnp.where(many, passes, np.int32(0)), lambda i, acc: one_pass(passes - 1 - i, acc), total)
-        last, end_of_whole = (
-            jnp.where(many, jnp.asarray(first, jnp.int32), jnp.asarray(end, jnp.int32)) for end in (last, end_of_whole)
-        )
-    total = lowering.loop(end_of_whole, functools.partial(advance, masked=False), total, start=first)
+    found = lowering.loop(end_of_whole, functools.partial(advance, masked=False), total, start=first)
     if whole < count:
-        total = lowering.loop(last, functools.partial(advance, masked=True), total, start=end_of_whole)
-    return total
+        found = lowering.loop(last, functools.partial(advance, masked=True), found, start=end_of_whole)
+    if not packing.folds:
+        return found
+    passes = _passes(w, parts, packing)
+    one_pass = functools.partial(_one_pass, x, row, w, parts, step, first, last)
+
+    def in_passes() -> list[Array]:
+        return lowering.loop(passes, lambda i, acc: one_pass(passes - 1 - i, acc), total)
+
+    return lax.cond(passes > 1, in_passes, lambda: found)
 
 
 def row_scale(w: Packed, part: Part, packing: Packing) -> Array:
@@ -99,6 +96,11 @@ def row_scale(w: Packed, part: Part, packing: Packing) -> Array:
         one = w.global_scale.shape[-2] == 1
         row = jnp.zeros_like(part.rows) if one else jnp.minimum(part.rows, packing.n - 1)
         return load(w.global_scale, (*part.matrix, row, 0)) * np.float32(2.0 ** (126 - E4M3_SHIFT))
+    if packing.scaled_codes:
+        top = load(w.scale, (*part.matrix, packing.words, _word_column(part.rows, packing))) & np.uint32(0xFF)
+        # 2**(top - 254) of what was held, and the shift; a scale beyond float32's makes infinities.
+        exponent = jnp.minimum(top + np.uint32(127 - 254 - decode.SCALED_INT4_SHIFT), np.uint32(255))
+        return lax.bitcast_convert_type(exponent << np.uint32(23), jnp.float32)
     power = np.float32(2.0**-decode.INT4_SHIFT)
     if packing.group != -1:
         return jnp.full(part.rows.shape, power, jnp.float32)
@@ -218,7 +220,7 @@ class _Operands:
     ) -> None:
         self._w, self._matrix, self._packing, self._number = w, part.matrix, packing, number
         self._words: dict[Any, Array] = {}
-        self._tiles = tile.block_k // COLUMNS
+        self._tiles, self._step, self._masked = tile.block_k // COLUMNS, i, masked
         last = packing.column_tiles - 1
         tiles = [i * self._tiles + b for b in range(self._tiles)]
         self._column_tiles = [jnp.minimum(t, last) for t in tiles] if masked else tiles
@@ -236,30 +238,43 @@ class _Operands:
         a_run = max(1, p.run // p.group) if p.group > 0 else 1
         groups = [(b, j * p.run, n) for b in range(self._tiles) for n in range(a_run)]
         width = p.run // a_run
+        if p.scaled_codes and with_scale:
+            scaled = [self._scale(*group) for group in groups]
+            return decode.scaled_int4(self._data, decode.spread(scaled, width), j)
         if p.codes == "int4":
-            zeros = decode.spread([self._zero(*group) for group in groups], width)
+            zeros = None
+            if self._w.zero_point is not None:
+                zeros = decode.spread([self._zero(*group) for group in groups], width)
             scales = [self._scales(*group) for group in groups] if with_scale and p.group != -1 else []
             parts = [decode.spread(list(part), width) for part in zip(*scales, strict=True)]
             return decode.int4(self._data, zeros, parts, j)
         if p.operand == "bfloat16":
             return decode.e2m1(self._data, decode.spread([self._scale(*group) for group in groups], width), j)
-        held = [self._field(self._w.scale, 8, *group) for group in groups]
-        live = jnp.full(self._data.shape, np.uint32(decode.MAGNITUDES))
-        if self._number is not None:
-            passed = [_in_pass(h, self._number) for h in held]
-            held = [h for h, _ in passed]
-            masks = [jnp.where(here, np.uint32(decode.MAGNITUDES), np.uint32(0)) for _, here in passed]
-            live = decode.spread(masks, width)
-        exponents = [h * np.uint32(8 * 0x01010101) for h in held]
-        return decode.fold(self._data, decode.spread(exponents, width), live, j)
+        if self._number is None:
+            exponents = [self._exponent(*group) for group in groups]
+            return decode.fold(self._data, decode.spread(exponents, width), j)
+        passed = [_in_pass(self._field(self._w.scale, 8, *group), self._number) for group in groups]
+        exponents = [held * np.uint32(0x01010101) for held, _ in passed]
+        masks = [jnp.where(here, np.uint32(decode.MAGNITUDES), np.uint32(0)) for _, here in passed]
+        return decode.fold(self._data, decode.spread(exponents, width), j, decode.spread(masks, width))
+
+    def _exponent(self, *group: int) -> Array:
+        """An e2m1 group's scale, as ``decode.fold`` takes it."""
+        word, byte = self._word(self._w.scale, 8, *group)
+        return decode.four_times(word, byte // 8)
 
     def scale_of_run(self, j: int) -> Array:
         """float32 scales of the int4 groups, one a row, that run ``j`` of the step's only tile begins."""
         p = self._packing
-        return _as_float(self._field(self._w.scale, 32 // p.groups_a_word, 0, j * p.run, 0), p)
+        scale = _as_float(self._field(self._w.scale, 32 // p.groups_a_word, 0, j * p.run, 0), p)
+        if not p.scaled_codes:
+            return scale
+        # ``row_scale`` undoes the shift of ``decode.scaled_int4``, not that of ``decode.int4``.
+        half = (decode.SCALED_INT4_SHIFT - decode.INT4_SHIFT + 1) // 2
+        return scale * np.float32(2.0**half) * np.float32(2.0 ** (half - 1))
 
     def _scale(self, *group: int) -> Array:
-        """An e2m1 group's scale, as ``decode.e2m1`` takes it."""
+        """A group's scale, as ``decode.e2m1`` and ``decode.scaled_int4`` take it."""
         if self._packing.scale == "e8m0":
             return self._field(self._w.scale, 8, *group) * np.uint32(0x00800080)
         return self._field(self._w.scale, 16, *group) * np.uint32(0x00010001)
@@ -276,21 +291,33 @@ class _Operands:
         return [decode.pair(upper), decode.twice(value - upper)]
 
     def _zero(self, *group: int) -> Array:
-        if self._w.zero_point is None:
-            zero = jnp.full(self._word_column.shape, np.float32(_INT4_OFFSET))
-        else:
-            zero = self._field(self._w.zero_point, 8, *group).astype(jnp.int32).astype(jnp.float32)
+        zero = self._field(self._w.zero_point, 8, *group).astype(jnp.int32).astype(jnp.float32)
         return decode.pair(zero * np.float32(-(2.0**decode.INT4_SHIFT)))
 
-    def _field(self, ref: Any, size: int, b: int, column: int, n: int) -> Array:
-        """uint32 of ``size`` bits: of the group n groups behind the one of ``column`` of the step's tile ``b``."""
+    def _field(self, ref: Any, size: int, *group: int) -> Array:
+        """A group's ``size`` bits, as uint32."""
+        word, shift = self._word(ref, size, *group)
+        return word if size == 32 else (word >> shift) & np.uint32((1 << size) - 1)
+
+    def _word(self, ref: Any, size: int, b: int, column: int, n: int) -> tuple[Array, Any]:
+        """A word of fields of so many bits, and where in it that of a group is: bits up.
+
+        The group is the one n behind that of ``column`` of the step's tile ``b``. Where a step has whole words, which
+        and where is known now.
+        """
         p, a_word = self._packing, 32 // size
         a_tile = COLUMNS // p.group if 0 < p.group <= COLUMNS else 0
-        if a_tile and a_tile % a_word == 0:
+        a_step = a_tile * self._tiles
+        word: Any
+        shift: Any
+        if a_tile and (a_tile % a_word == 0 or (a_step % a_word == 0 and not self._masked)):
             within = column // p.group + n
-            word = self._column_tiles[b] * (a_tile // a_word) + within // a_word
-            shift: Any = np.uint32(within % a_word * size)
-            key: Any = (size, b, within // a_word)
+            if a_tile % a_word == 0:
+                word = self._column_tiles[b] * (a_tile // a_word) + within // a_word
+            else:
+                within += b * a_tile
+                word = self._step * (a_step // a_word) + within // a_word
+            shift, key = within % a_word * size, (size, b * a_tile // max(a_tile, a_word), within // a_word)
         else:
             if a_tile:
                 group = self._column_tiles[b] * a_tile + (column // p.group + n)
@@ -301,11 +328,10 @@ class _Operands:
             word = body.div(group, a_word)
             shift = (body.rem(group, a_word) * size).astype(jnp.uint32)
             key = (size, b, column // p.group + n if a_tile else 0)
-        if (ref is self._w.zero_point, key) not in self._words:
-            loaded = load(ref, (*self._matrix, word, self._word_column))
-            self._words[ref is self._w.zero_point, key] = loaded
-        loaded = self._words[ref is self._w.zero_point, key]
-        return loaded if size == 32 else (loaded >> shift) & np.uint32((1 << size) - 1)
+        held = (ref is self._w.zero_point, key)
+        if held not in self._words:
+            self._words[held] = load(ref, (*self._matrix, word, self._word_column))
+        return self._words[held], shift
 
 
 def _as_float(field: Array, packing: Packing) -> Array:

@@ -37,9 +37,11 @@ _EIGHTS = np.uint32(0xBE00BE00)  # -8 * 2**-6, a bfloat16 in each half
 _REST = np.uint32(0x3A713A71)  # some small bfloat16
 
 UNPACKERS: dict[str, tuple[Any, Callable[[jax.Array, jax.Array, int], jax.Array]]] = {
-    "fold": (jnp.uint8, lambda w, s, run: decode.fold(w, s, jnp.full(w.shape, np.uint32(decode.MAGNITUDES)), run)),
+    "fold": (jnp.uint8, decode.fold),
+    "fold some": (jnp.uint8, lambda w, s, run: decode.fold(w, s, run, jnp.full(w.shape, np.uint32(0x77007077)))),
     "e2m1": (jnp.uint16, decode.e2m1),
-    "int4": (jnp.uint16, lambda w, s, run: decode.int4(w, jnp.full(w.shape, _EIGHTS), [s], run)),
+    "int4": (jnp.uint16, lambda w, s, run: decode.int4(w, None, [s], run)),
+    "int4 scaled": (jnp.uint16, decode.scaled_int4),
     "int4 two parts": (
         jnp.uint16,
         lambda w, s, run: decode.int4(w, jnp.full(w.shape, _EIGHTS), [s, jnp.full(w.shape, _REST)], run),
@@ -53,17 +55,20 @@ def device_facts() -> dict[str, int]:
 
 
 def is_served(recipe: str) -> bool:
-    return device_facts()["capability"] >= 89 or "a8" not in recipe
+    return device_facts()["capability"] >= 89 or not recipe.startswith(("mxfp4_a8", "int4_fp8"))
 
 
 def every_scale(unpacker: str) -> jax.Array:
     """Words of all scales that there are: 12 exponents, all e8m0 and e4m3 bytes, or many a bfloat16."""
-    if unpacker == "fold":
-        return jnp.arange(12, dtype=jnp.uint32) * np.uint32(8 * 0x01010101)
+    if "fold" in unpacker:
+        return jnp.arange(12, dtype=jnp.uint32) * np.uint32(0x01010101)
     if unpacker == "e2m1":
         e4m3 = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32) * np.float32(2.0**119)
         as_bfloat16 = e4m3.astype(jnp.bfloat16).view(np.uint16).astype(np.uint32)
         return jnp.concatenate([jnp.arange(255, dtype=jnp.uint32) << np.uint32(7), jnp.asarray(as_bfloat16)]) * _PAIR
+    if unpacker == "int4 scaled":  # every mantissa of the largest exponent, and of others
+        exponents = jnp.array([0x7F00, 0x7E80, 0x6000, 0xFF00], jnp.uint32)[:, None]
+        return (exponents + jnp.arange(128, dtype=jnp.uint32)).reshape(-1) * _PAIR
     mantissas = np.uint32(0x3C00) + jnp.arange(128, dtype=jnp.uint32)
     return jnp.concatenate([mantissas, jnp.array([0, 0x8000, 0x7F80, 0x7FC0, 0xBC35], jnp.uint32)]) * _PAIR
 
@@ -86,7 +91,7 @@ def unpacked(unpacker: str, run: int) -> tuple[np.ndarray, np.ndarray]:
     """What the GPU's instructions make of every element under every scale, and the twin: (scales, rows, columns)."""
     element, function = UNPACKERS[unpacker]
     w, scales = every_element(element), every_scale(unpacker)
-    dtype = jnp.float8_e4m3fn if unpacker == "fold" else jnp.bfloat16
+    dtype = jnp.float8_e4m3fn if "fold" in unpacker else jnp.bfloat16
     ours = lowering.kernel_call(
         _unpack_kernel,
         name="unpack",
@@ -103,11 +108,12 @@ def unpacked(unpacker: str, run: int) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("unpacker", UNPACKERS)
 def test_instructions_are_their_twins(unpacker):
-    if unpacker == "fold" and not is_served("a8"):
+    if "fold" in unpacker and not is_served("mxfp4_a8"):
         pytest.skip("no FP8 tensor cores")
-    for run in range(2 if unpacker == "fold" else 4):
+    folds = "fold" in unpacker
+    for run in range(2 if folds else 4):
         found, wanted = unpacked(unpacker, run)
-        word = np.uint8 if unpacker == "fold" else np.int16
+        word = np.uint8 if folds else np.int16
         values = wanted.astype(np.float32)
         # Both may be any NaN, and XLA may flush subnormals.
         counts = ~np.isnan(values) & ((np.abs(values) >= 2.0**-126) | (values == 0))
@@ -133,8 +139,10 @@ def dense_error(key: jax.Array, recipe: str, m: int, n: int, k: int, exponents: 
     options = {"implementation": "reference", "preferred_element_type": jnp.float32}
     wanted = jmoe.linear(x, q, **options)
     packing = cases.packing_of(q)
-    codes, scale = (x, None) if q.input_scheme is None else quantize.quantize_tokens(x)
-    tile = linear_tile(m, n, k, kind=cases.kind_of(packing), **device_facts())
+    codes, scale = x, None
+    if q.input_scheme is not None:
+        codes, scale = quantize.quantize_tokens(x, codes=q.input_scheme.fmt.storage)
+    tile = linear_tile(m, n, k, kind=cases.kind_of(q), **device_facts())
     y = linear(codes, cases.packed(q), packing=packing, x_scale=scale, exact=False, tile=tile)
     return jnp.linalg.norm(y.astype(jnp.float32) - wanted) / jnp.linalg.norm(wanted)
 
@@ -146,6 +154,8 @@ LAYERS: list[dict[str, Any]] = [
 ]
 EXPERTS = [
     *(Case(recipe=recipe, **sizes) for recipe in ("mxfp4", "mxfp4_a8", "nvfp4_w4a16", "int4") for sizes in LAYERS),
+    Case(recipe="int4_fp8", **LAYERS[1]),
+    Case(recipe="int4_int8:group=32,zero_point", **LAYERS[2]),
     Case(recipe="int4:group=32,zero_point", gated=False, activation="relu2", bias=True, **LAYERS[1]),
     Case(recipe="mxfp4", activation="swigluoai", bias=True, **LAYERS[1]),
     Case(recipe="mxfp4_a8", activation="swigluoai", bias=True, exact=True, **LAYERS[1]),
@@ -178,7 +188,7 @@ def products() -> dict[Any, Any]:
     key = jax.random.key(0)
     functions = {case: (functools.partial(_dense, case), (key,)) for case in DENSE if is_served(case[0])}
     wide = functools.partial(dense_error, recipe="mxfp4_a8", m=16, n=512, k=2880, exponents=40)
-    return compile_all(functions | ({"wide": (wide, (key,))} if is_served("a8") else {}))
+    return compile_all(functions | ({"wide": (wide, (key,))} if is_served("mxfp4_a8") else {}))
 
 
 def _dense(case: tuple[str, int, int, int], key: jax.Array) -> jax.Array:

@@ -29,9 +29,12 @@ def full(tile, word):
 def test_e8m0_scales_go_into_e4m3_exponents_exactly(exponent):
     tile, runs = tile_of("e2m1", "e4m3")
     for j, codes in enumerate(runs):
-        value = decode.fold(tile, full(tile, 8 * exponent * 0x01010101), full(tile, decode.MAGNITUDES), j)
+        exponents = full(tile, decode.four_times(jnp.uint32(exponent << 16), 2))
+        value = decode.fold(tile, exponents, j)
         np.testing.assert_array_equal(value.astype(jnp.float32), E2M1[codes] * np.float32(2.0 ** (exponent - 5)))
-        nothing = decode.fold(tile, full(tile, 8 * exponent * 0x01010101), full(tile, 0), j)
+        same = decode.fold(tile, exponents, j, full(tile, decode.MAGNITUDES))
+        np.testing.assert_array_equal(same.astype(jnp.float32), value.astype(jnp.float32))
+        nothing = decode.fold(tile, exponents, j, full(tile, 0))
         assert not nothing.astype(jnp.float32).any()
 
 
@@ -57,6 +60,19 @@ def test_int4_less_its_zero_point_is_exact_and_its_product_rounded_once(zero):
         short = (difference * upper).astype(jnp.bfloat16)
         np.testing.assert_array_equal(decode.int4(tile, zeros, parts[:1], j), short)
         np.testing.assert_array_equal(decode.int4(tile, zeros, parts, j), (difference * scale).astype(jnp.bfloat16))
+        if zero == decode.INT4_OFFSET:
+            np.testing.assert_array_equal(decode.int4(tile, None, parts, j), decode.int4(tile, zeros, parts, j))
+
+
+@pytest.mark.parametrize("scale", [1.5 * 2.0**127, -1.6171875 * 2.0**100, 2.0**20, 0.0])
+def test_int4_times_a_bfloat16_is_rounded_once(scale):
+    tile, runs = tile_of("int4", "bfloat16")
+    word = full(tile, decode.pair(jnp.float32(scale)))
+    for j, codes in enumerate(runs):
+        product = (codes.astype(np.float64) - 8) * scale * 2.0**decode.SCALED_INT4_SHIFT
+        np.testing.assert_array_equal(
+            decode.scaled_int4(tile, word, j), product.astype(np.float32).astype(jnp.bfloat16)
+        )
 
 
 def test_tiles_are_spread_and_put_beside_each_other():

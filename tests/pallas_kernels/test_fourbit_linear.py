@@ -107,7 +107,7 @@ def test_extents_of_zero_and_operands_that_do_not_fit():
     arguments = {"packing": cases.packing_of(q), "tile": tile(), "interpret": True}
     w = cases.packed(q)
     assert linear(jnp.zeros((0, 160), jnp.bfloat16), w, **arguments).shape == (0, 70)
-    with pytest.raises(TypeError, match="x is float16, but weights packed for bfloat16 operands go with bfloat16"):
+    with pytest.raises(TypeError, match="x is float16, but e2m1 weights packed for bfloat16 operands go with bfloat16"):
         linear(jnp.zeros((4, 160), jnp.float16), w, **arguments)
     with pytest.raises(ValueError, match=r"x has shape \(4, 161\), but it is \(M, K\) with K = 160"):
         linear(jnp.zeros((4, 161), jnp.bfloat16), w, **arguments)
