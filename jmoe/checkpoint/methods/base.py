@@ -238,6 +238,11 @@ def require_matrix(info: TensorInfo) -> tuple[int, int]:
     return info.shape[0], info.shape[1]
 
 
+def logical_shape(info: TensorInfo, *, packed: bool) -> tuple[int, ...]:
+    """The shape of a weight, whose codes share a byte in twos where it is packed; of any rank, also none."""
+    return (*info.shape[:-1], 2 * info.shape[-1]) if packed and info.shape else info.shape
+
+
 def require_grid(scale: TensorInfo, weight: TensorInfo, block: tuple[int, int]) -> None:
     """Checks a scale's shape against its weight's: one scale a block, the last ones ragged."""
     n, k = require_matrix(weight)

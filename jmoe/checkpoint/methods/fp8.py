@@ -28,6 +28,7 @@ from jmoe.checkpoint.methods.base import (
     check_keys,
     host_qtensor,
     list_of_names,
+    logical_shape,
     present_leaves,
     read_scale,
     register,
@@ -182,8 +183,7 @@ class Fp8(Method):
             raise CheckpointError(f"{where(scale)} is {scale.dtype} of shape {scale.shape}, expected one F32 number")
 
     def shape_for(self, module: str, present: Mapping[str, TensorInfo]) -> tuple[int, ...]:
-        *batch, k = present["weight"].shape
-        return (*batch, 2 * k) if present["weight"].dtype in ("I8", "U8") else (*batch, k)
+        return logical_shape(present["weight"], packed=present["weight"].dtype in ("I8", "U8"))
 
     def load_weight(self, tensors: Tensors, module: str) -> HostWeight:
         if (other := self._other(module)) is not None:

@@ -37,6 +37,7 @@ from jmoe.checkpoint.methods.base import (
     check_keys,
     host_qtensor,
     list_of_names,
+    logical_shape,
     present_leaves,
     read_scale,
     register,
@@ -166,8 +167,7 @@ class ModelOpt(Method):
         return _recipe_of(name, weight, scale, given_input="input_scale" in present)
 
     def shape_for(self, module: str, present: Mapping[str, TensorInfo]) -> tuple[int, ...]:
-        *batch, k = present["weight"].shape
-        return (*batch, 2 * k) if present["weight"].dtype == "U8" else (*batch, k)
+        return logical_shape(present["weight"], packed=present["weight"].dtype == "U8")
 
     def load_weight(self, tensors: Tensors, module: str) -> HostWeight:
         present = present_leaves(tensors.tensors, module, self.leaves)

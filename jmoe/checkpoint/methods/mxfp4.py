@@ -24,6 +24,7 @@ from jmoe.checkpoint.methods.base import (
     check_keys,
     host_qtensor,
     list_of_names,
+    logical_shape,
     present_leaves,
     read_scale,
     register,
@@ -92,8 +93,7 @@ class Mxfp4(Method):
         return recipe("mxfp4")
 
     def shape_for(self, module: str, present: Mapping[str, TensorInfo]) -> tuple[int, ...]:
-        *batch, k = present["weight"].shape
-        return (*batch, 2 * k) if "weight_scale" in present else (*batch, k)
+        return logical_shape(present["weight"], packed="weight_scale" in present)
 
     def load_weight(self, tensors: Tensors, module: str) -> HostWeight:
         found = self.recipe_for(module, present_leaves(tensors.tensors, module, self.leaves))
