@@ -65,15 +65,17 @@ def refusals(op: OpSpec, recipe: Recipe) -> list[str]:
 def tile_of_linear(op: OpSpec, **facts: Any) -> MatmulTile:
     """The heuristic's tile."""
     how = _packing(op.recipe, op.features, op.hidden)
-    kind = Kind(operand=how.operand, words=how.words_a_tile)
+    kind = Kind(operand=how.operand, words=how.words_a_tile, scales_sums=_scales_sums(op.recipe))
     return linear_tile(op.tokens, op.features, op.hidden, kind=kind, **facts)
 
 
-def tiles_of_experts(op: OpSpec, *, sm_count: int, **facts: Any) -> MoETiles:
+def tiles_of_experts(op: OpSpec, **facts: Any) -> MoETiles:
     """The heuristic's tiles."""
     first = _packing(op.recipe, op.intermediate, op.hidden)
     second = _packing(op.second_recipe or op.recipe, op.hidden, op.intermediate)
-    kind = Kind(operand=first.operand, words=max(first.words_a_tile, second.words_a_tile))
+    words = max(first.words_a_tile, second.words_a_tile)
+    scales_sums = _scales_sums(op.recipe) or _scales_sums(op.second_recipe or op.recipe)
+    kind = Kind(operand=first.operand, words=words, scales_sums=scales_sums)
     return moe_tiles(
         op.tokens,
         op.hidden,
@@ -90,6 +92,12 @@ def tiles_of_experts(op: OpSpec, *, sm_count: int, **facts: Any) -> MoETiles:
 def parts(w: QTensor) -> tuple[Packed, Packing]:
     """A packed weight's arrays, and how it is packed."""
     return Packed(w.data, w.scale, w.zero_point, w.global_scale), packing_of(w.scheme, w.layout, w.shape)
+
+
+def _scales_sums(recipe: Recipe) -> bool:
+    """Whether scales of int4's groups multiply sums, as they do for activations that are codes."""
+    weight = recipe.weight
+    return weight is not None and weight.format == "int4" and recipe.input is not None and weight.block[1] != -1
 
 
 def _packing(recipe: Recipe, n: int, k: int) -> Packing:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pallas_kernels.tuning.heuristics import MatmulTile, shared_memory
-from pallas_kernels.tuning.moe_heuristics import MoETiles
+from pallas_kernels.tuning.moe_heuristics import MoETiles, are_few, vector_tiles
 
 _COLUMNS = 128
 
@@ -20,10 +20,12 @@ class Kind:
     Attributes:
       operand: what the weights are made to, and x is.
       words: 32-bit words of scales and zero points that go with 128 columns of a row.
+      scales_sums: scales multiply sums over groups, which take registers beside the accumulators.
     """
 
     operand: Literal["bfloat16", "e4m3"]
     words: int
+    scales_sums: bool = False
 
     @property
     def x_bytes(self) -> int:
@@ -56,7 +58,10 @@ def linear_tile(
         tile = _tile(16, 64, 256 if folds or k < 4096 else 512, 4, 5 if folds else 3)
     elif m <= 64:
         block_k = 128 if kind.words >= 4 else 256
-        tile = _tile(32 if m <= 32 else 64, 64, block_k, 4, 3 if block_k == 256 and not folds else 4)
+        low = m <= 32 or (kind.scales_sums and capability < 90)
+        tile = _tile(32 if low else 64, 64, block_k, 4, 3 if block_k == 256 and not folds else 4)
+    elif kind.scales_sums:
+        tile = _tile(128, 64, _COLUMNS, 8, 3) if capability == 90 else _tile(64, 64, _COLUMNS, 4, 3)
     elif m <= 128 or -(-m // 256) * -(-n // 128) < 3 * sm_count // 4 or capability != 90:
         tile = _tile(128, 64, 256 if folds else 128, 4, 3)
     else:
@@ -79,6 +84,7 @@ def moe_tiles(
     halves: int = 2,
     batched: bool = False,
     capability: int = 90,
+    sm_count: int = 132,
     batch_invariant: bool = False,
 ) -> MoETiles:
     """Tiles of a layer of experts.
@@ -92,16 +98,28 @@ def moe_tiles(
       halves: of w13, 2 if gated.
       batched: for ``batched_experts``.
       capability: compute capability times ten.
+      sm_count: streaming multiprocessors.
       batch_invariant: the choice may not depend on ``tokens``.
     """
+    if not (batched or batch_invariant) and are_few(tokens, experts, top_k):
+        first, second = vector_tiles(tokens, hidden, intermediate, top_k, halves, sm_count)
+        return MoETiles(first=_whole_tiles(first, hidden), second=_whole_tiles(second, intermediate), single=True)
     rows = tokens if batched else -(-tokens * top_k // max(experts, 1))
     block_m = 64 if batch_invariant or capability != 90 else _block_m(rows)
+    if kind.scales_sums:
+        block_m = min(block_m, 64 if capability == 90 else 32)
     folds, few = kind.operand == "e4m3", block_m <= 32
     block_k = 256 if (folds or few) and capability >= 90 else 128
     warps = 8 if block_m == 128 else 4
     first = _tile(block_m, 128 if block_m == 128 else 64, block_k, warps, 3)
     second = _tile(block_m, 128 if block_m == 128 else 64, block_k, warps, 3 if block_m > 64 else 4)
     return MoETiles(first=_fitted(first, halves, kind, capability), second=_fitted(second, 1, kind, capability))
+
+
+def _whole_tiles(tile: MatmulTile, k: int) -> MatmulTile:
+    """A tile of a product of matrices and vectors with a step of whole tiles of K, of twice as many columns or so."""
+    double = 2 * tile.block_k
+    return replace(tile, block_k=max(_COLUMNS, double if k % double == 0 else tile.block_k))
 
 
 def _tile(block_m: int, block_n: int, block_k: int, warps: int, stages: int) -> MatmulTile:

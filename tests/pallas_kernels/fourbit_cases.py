@@ -44,8 +44,10 @@ def packed(q: QTensor) -> Packed:
     return pack(q.data, q.scale, q.zero_point, q.global_scale, packing_of(q))
 
 
-def kind_of(packing: Packing) -> Kind:
-    return Kind(operand=packing.operand, words=packing.words_a_tile)
+def kind_of(q: QTensor) -> Kind:
+    packing = packing_of(q)
+    scales_sums = packing.codes == "int4" and packing.group != -1 and q.input_scheme is not None
+    return Kind(operand=packing.operand, words=packing.words_a_tile, scales_sums=scales_sums)
 
 
 def abstract_weight(recipe: str, shape: tuple[int, ...]) -> QTensor:
@@ -67,7 +69,7 @@ def spec_of(case: Case, layer: Layer, **facts: Any) -> ExpertsSpec:
     first, second = packing_of(layer.w13), packing_of(layer.w2)
     sizes = (case.tokens, case.hidden, case.intermediate, case.experts, case.top_k)
     return ExpertsSpec(
-        tiles=moe_tiles(*sizes, kind=kind_of(first), halves=1 + case.gated, **facts),
+        tiles=moe_tiles(*sizes, kind=kind_of(layer.w13), halves=1 + case.gated, **facts),
         dtype=case.dtype,
         out_dtype=case.dtype,
         activation=moe_cases.activation_of(case),

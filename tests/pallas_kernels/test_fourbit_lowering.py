@@ -32,7 +32,7 @@ def product(recipe, m, n, k, capability, *, layers=None, exact=False):
     stack = () if layers is None else (layers,)
     q = cases.abstract_weight(recipe, (*stack, n, k))
     packing = cases.packing_of(q)
-    tile = linear_tile(m, n, k, kind=cases.kind_of(packing), capability=capability)
+    tile = linear_tile(m, n, k, kind=cases.kind_of(q), capability=capability)
     x = lanes.spec((m, k), jnp.bfloat16 if q.input_scheme is None else q.input_scheme.fmt.storage)
     layer = None if layers is None else lanes.spec((), jnp.int32)
 
