@@ -373,6 +373,7 @@ def inspect(
         summary = opened.summary()
         top_k = int(opened.text_config.get("num_experts_per_tok") or 1)
         scales = opened.input_scales()
+        beyond = opened.rows_beyond()
     model = summary.model_type or "unknown model type"
     console.print(
         f"{path}: {model}, quantization method {summary.method}, {summary.parameters / 1e6:,.2f} M parameters, "
@@ -384,6 +385,9 @@ def inspect(
     console.print(f"left unquantized: {_size(left)} of {_size(summary.nbytes)}")
     if scales:
         console.print(f"given activation scales: {len(scales)}{_spread(scales)}", soft_wrap=True)
+    if beyond:
+        rows, all_rows = (sum(column) for column in zip(*beyond.values(), strict=True))
+        console.print(f"rows that FP8 products go through several times, for their exponents: {rows} of {all_rows}")
     if summary.kv_scales:
         console.print(f"scales of a KV cache: {len(summary.kv_scales)} tensors, not used here")
     verdict = "fit" if summary.nbytes < spec.memory else "do not fit"

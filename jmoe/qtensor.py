@@ -229,6 +229,16 @@ def packing_of(scheme: Scheme, layout: Layout, shape: tuple[int, ...]) -> packin
     )
 
 
+@jax.jit
+def rows_beyond(q: QTensor) -> Array:
+    """Which rows of MXFP4 weights have exponents that FP8 products take in by several passes over K, bool (..., N).
+
+    Those whose groups other than zero span more than 12 consecutive ones.
+    """
+    q = q.in_layout(CANONICAL)
+    return packing.rows_beyond(numerics.unpack(q.data, q.scheme.fmt, q.shape[-1]), q.scale)
+
+
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _packed(q: QTensor, layout: Layout, how: packing.Packing) -> QTensor:
     data, scale, zero_point, global_scale = packing.pack(q.data, q.scale, q.zero_point, q.global_scale, how)

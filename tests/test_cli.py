@@ -362,6 +362,18 @@ def test_inspect_tells_how_far_scales_lie_apart_of_which_the_largest_serves(tmp_
     assert f"{told} (in layers.0.self_attn)" in succeeds("inspect", tmp_path)
 
 
+def test_inspect_counts_rows_that_fp8_products_go_through_several_times(tmp_path):
+    # Exponents 12 apart are one too many for e4m3's; but not where the smaller group is of zeros.
+    scale = np.array([[127, 127], [127, 116], [127, 115], [127, 115]], np.uint8)
+    codes = np.full((4, 32), 0x22, np.uint8)
+    codes[3, 16:] = 0
+    quantization = {"quant_method": "modelopt", "quant_algo": "W4A8_MXFP4_FP8"}
+    write_safetensors(tmp_path / "model.safetensors", {"a.weight": codes, "a.weight_scale": scale})
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    out = succeeds("inspect", tmp_path)
+    assert "rows that FP8 products go through several times, for their exponents: 1 of 4\n" in out
+
+
 def test_inspect_of_a_quantized_checkpoint_in_80_columns(shared):
     path = shared / "fixtures" / "tiny-moe" / "fp8_block_qwen3"
     out = succeeds("inspect", path, "--device", "h100")

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jmoe.arguments import check_type
@@ -20,6 +22,7 @@ from jmoe.checkpoint.renamed import Names, RenamedFiles
 from jmoe.checkpoint.safetensors import ClosedOnExit, TensorInfo, open_safetensors
 from jmoe.checkpoint.safetensors_header import MAX_JSON_BYTES, parse_json
 from jmoe.checkpoint.summary import Kind, ModuleSummary, Summary
+from jmoe.qtensor import rows_beyond
 from jmoe.scheme import Recipe
 
 CONFIG_FILE = "config.json"
@@ -207,6 +210,19 @@ class Checkpoint(ClosedOnExit):
         scales = ((m, self.method.load_input_scale(self, m)) for m in self.leaves if self.has_weight(m))
         return {module: float(scale) for module, scale in scales if scale is not None}
 
+    def rows_beyond(self) -> dict[str, tuple[int, int]]:
+        """Of MXFP4 weights for FP8 activations: how many rows ``qtensor.rows_beyond`` finds, and how many there are.
+
+        Reads these weights, one at a time.
+        """
+        found = {}
+        for module in self.leaves:
+            if self.has_weight(module) and _goes_into_fp8(self.recipe_for(module)):
+                rows = rows_beyond(jax.tree.map(jnp.asarray, self.method.load_weight(self, module)))
+                found[module] = int(rows.sum()), rows.size
+                self.release_module(module)
+        return found
+
     def summary(self) -> Summary:
         """An account of every module, from headers alone.
 
@@ -278,6 +294,14 @@ class Checkpoint(ClosedOnExit):
                     f"{self.path}: {module!r} has no scale, but {twin!r} has one and {quantization.where} does not "
                     "name it among the modules that are left unquantized"
                 )
+
+
+def _goes_into_fp8(recipe: Recipe) -> bool:
+    """Whether the scales of a weight go into the exponents of FP8 operands."""
+    weight, x = recipe.weight, recipe.input
+    if weight is None or x is None or (weight.format, weight.scale_dtype) != ("e2m1", "e8m0"):
+        return False
+    return weight.block == (1, 32) and x.format == "e4m3" and x.block[1] == -1
 
 
 def _role(module: str) -> str:
