@@ -24,6 +24,8 @@ from pallas_kernels import body, lowering, quantize
 from pallas_kernels.activation import Activation, ActivationParams, activate
 from pallas_kernels.align import local_expert
 from pallas_kernels.experts import InputScheme
+from pallas_kernels.fourbit import product as fourbit
+from pallas_kernels.fourbit.packing import Packed, Packing
 from pallas_kernels.grouped import WHOLE, Input, Weights
 from pallas_kernels.lowering import arange, load, store
 from pallas_kernels.tuning.heuristics import MatmulTile
@@ -69,6 +71,7 @@ class Facts:
       experts: E.
       scheme: how x is quantised, or None.
       w_block: (rows, cols) that share a scale of w.
+      packing: of four-bit weights, None of others; then ``w_block`` says nothing.
     """
 
     tile: MatmulTile
@@ -76,6 +79,11 @@ class Facts:
     experts: int
     scheme: InputScheme | None
     w_block: tuple[int, int]
+    packing: Packing | None = None
+
+    def extents(self, w: Weights) -> tuple[int, int]:
+        """Rows of each half, and columns."""
+        return w.data.shape[3:] if self.packing is None else (self.packing.n, self.packing.k)
 
 
 def reads_values(scheme: InputScheme | None, tile: MatmulTile) -> bool:
@@ -101,7 +109,7 @@ def first_product(
 
     With ``measure``, a dtype of codes, also the largest ``body.magnitude`` for these of each program's part of it.
     """
-    slots, columns, tile = routing.ids.shape[0], w.data.shape[3], facts.tile
+    slots, (columns, _), tile = routing.ids.shape[0], facts.extents(w), facts.tile
     programs = slots * pl.cdiv(columns, tile.block_n)
     [(h, amax)] = lowering.kernel_call(
         _first_kernel,
@@ -127,7 +135,7 @@ def second_product(
     vectors: Vectors, w: Weights, routing: Routing, out_dtype: str, *, facts: Facts, interpret: bool
 ) -> Array:
     """The layer's result (T, H), weighted and summed over each token's slots."""
-    tokens, columns, tile = routing.ids.shape[0] // facts.k, w.data.shape[3], facts.tile
+    tokens, (columns, _), tile = routing.ids.shape[0] // facts.k, facts.extents(w), facts.tile
     return lowering.kernel_call(
         _second_kernel,
         name="moe_second_few",
@@ -220,12 +228,15 @@ class _Rows(NamedTuple):
 
 def _products(vectors: Vectors, w: Weights, rows: _Rows, block: Array, facts: Facts) -> list[Array]:
     """In a kernel: each half's product with its bias, (block_n,) or (R, block_n)."""
-    tile, (halves, n, k) = facts.tile, w.data.shape[2:]
+    tile, halves, (n, k) = facts.tile, w.data.shape[2], facts.extents(w)
     layer = 0 if w.layer is None else body.existing(load(w.layer, (0,)), w.data.shape[0])
     row = block * tile.block_n + arange(tile.block_n)
     row = row if n % tile.block_n == 0 else jnp.minimum(row, n - 1)
     at = _At(layer, rows, block, row)
     read, factor = _reader(vectors, rows, facts)
+    if facts.packing is not None:
+        sums = _packed_sums(read, w, at, halves, facts, facts.packing)
+        return [_finish(total, factor, w, at, half, facts) for half, total in enumerate(sums)]
 
     def step(i: Array, sums: list[Array], *, masked: bool) -> list[Array]:
         column = i * tile.block_k + arange(tile.block_k)
@@ -253,6 +264,41 @@ class _At(NamedTuple):
     rows: _Rows
     block: Array
     row: Array
+
+
+def _packed_sums(read: "_Read", w: Weights, at: _At, halves: int, facts: Facts, packing: Packing) -> list[Array]:
+    """Each half's sums of packed weights."""
+    tile, rows, slots = facts.tile, at.rows, at.rows.row.shape
+    shape = (*slots, tile.block_n)
+
+    def each(value: Array, axes: int) -> Array:
+        return jnp.broadcast_to(rows.after(value, axes) if axes else rows.before(value), shape).reshape(-1)
+
+    parts = [
+        fourbit.Part((at.layer, each(rows.expert, 1), half), each(at.row, 0))
+        if slots
+        else fourbit.Part((at.layer, rows.expert, half), at.row)
+        for half in range(halves)
+    ]
+    packed = Packed(w.data, w.scale, w.zero_point, w.global_scale)
+    width = tile.block_k // packing.runs
+
+    def step(i: Array, sums: list[Array], *, masked: bool) -> list[Array]:
+        operands = [fourbit.Operands(packed, part, packing, tile, i, masked) for part in parts]
+        for j in range(packing.runs):
+            column = fourbit.columns_of_runs(packing, tile.block_k, i, j, 1)
+            x = jnp.expand_dims(read(column, column < packing.k if masked else None), -2)
+            weights = [operand.values(j, exact=facts.scheme is not None) for operand in operands]
+            sums = [lowering.fma(v.reshape(*shape, width), x, s) for v, s in zip(weights, sums, strict=True)]
+        return sums
+
+    sums = [jnp.zeros((*shape, width), jnp.float32)] * halves
+    whole = packing.k // tile.block_k
+    sums = lowering.loop(whole, functools.partial(step, masked=False), sums)
+    if packing.k % tile.block_k:
+        sums = step(jnp.int32(whole), sums, masked=True)
+    scales = [fourbit.row_scale(packed, part, packing).reshape(shape) for part in parts]
+    return [jnp.sum(total, axis=-1) * scale for total, scale in zip(sums, scales, strict=True)]
 
 
 def _load_weights(w: Weights, at: _At, half: int, column: Array, inside: Array | None) -> Array:
@@ -286,7 +332,7 @@ def _finish(total: Array, factor: Array | None, w: Weights, at: _At, half: int, 
     index = (at.layer, at.rows.after(at.rows.expert, 1), half)
     if factor is not None:
         total = total * at.rows.after(factor, 1)
-    if w.scale is not None and facts.w_block[1] == WHOLE:
+    if facts.packing is None and w.scale is not None and facts.w_block[1] == WHOLE:
         rows = facts.w_block[0]
         row = jnp.zeros_like(at.row) if rows == WHOLE else body.div(at.row, rows)
         total = total * body.decode_scale(load(w.scale, (*index, at.rows.before(row), 0)))

@@ -158,8 +158,8 @@ def _few(
     routing = few.Routing(topk_ids.reshape(-1), expert_map, topk_weights.reshape(-1))
     facts = functools.partial(few.Facts, k=topk_ids.shape[1], experts=w13.data.shape[1])
     scheme, h_scheme = spec.input_scheme, spec.intermediate_scheme
-    first = facts(tile=spec.tiles.first, scheme=scheme, w_block=spec.w13_block)
-    second = facts(tile=spec.tiles.second, scheme=h_scheme, w_block=spec.w2_block)
+    first = facts(tile=spec.tiles.first, scheme=scheme, w_block=spec.w13_block, packing=spec.w13_packing)
+    second = facts(tile=spec.tiles.second, scheme=h_scheme, w_block=spec.w2_block, packing=spec.w2_packing)
     vectors = few.Vectors(Input(x, x_scale), _flat(experts.input_scale))
     if x_scale is None and (_measures_tensor(scheme) or not few.reads_values(scheme, first.tile)):
         chain = _input_chain(x, None, None, Choices(topk_ids, expert_map), first.experts, scheme)

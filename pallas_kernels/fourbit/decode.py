@@ -18,6 +18,9 @@ from pallas_kernels.body import F8
 MAGNITUDES = 0x77777777
 """``live`` of a group that counts; 0 makes all of its weights zero."""
 
+E4M3_ONE = 5
+"""``exponent`` with which ``fold`` leaves e2m1 values as they are."""
+
 INT4_SHIFT = -6
 """Powers of two that ``int4`` leaves in its result."""
 

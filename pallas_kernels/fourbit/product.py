@@ -29,7 +29,7 @@ from pallas_kernels.tuning.heuristics import MatmulTile
 class Part(NamedTuple):
     """Rows of w that one accumulator belongs to: the indices of its matrix, and ``block_n`` rows of it.
 
-    Rows past the end are any that exist; their sums mean nothing.
+    Rows past the end are any that exist; their sums mean nothing. Rows of several matrices have an index each.
     """
 
     matrix: tuple[Any, ...]
@@ -168,11 +168,11 @@ def _step(
     packing, tile, exact = step
     scaled = _scales_sums(x, packing)
     runs, dots = packing.runs, COLUMNS // min(packing.group, COLUMNS) if scaled else _dots(step)
-    operands = [_Operands(w, part, packing, tile, i, masked, number) for part in parts]
+    operands = [Operands(w, part, packing, tile, i, masked, number) for part in parts]
     promoted = exact and packing.operand == "e4m3"
     for j in range(0, runs, runs // dots):
         among = range(j, j + runs // dots)
-        column = _columns_of_runs(packing, tile.block_k, i, j, len(among))
+        column = columns_of_runs(packing, tile.block_k, i, j, len(among))
         valid = (column < packing.k)[None, :] if masked else None
         codes = load(x, (row[:, None], column[None, :]), mask=valid, other=0 if masked else None)
         right = body.as_operand(codes, body.F8 if packing.operand == "e4m3" else jnp.bfloat16)
@@ -196,7 +196,7 @@ def _dots(step: Step) -> int:
     return 1 if tile.block_m <= 16 and packing.codes == "e2m1" else 2
 
 
-def _columns_of_runs(packing: Packing, block_k: int, i: Array, first: int, runs: int) -> Array:
+def columns_of_runs(packing: Packing, block_k: int, i: Array, first: int, runs: int) -> Array:
     """Columns of x that meet ``decode.beside`` of so many runs of step ``i``."""
     width = runs * packing.run
     lane = arange(width * (block_k // COLUMNS))
@@ -205,7 +205,7 @@ def _columns_of_runs(packing: Packing, block_k: int, i: Array, first: int, runs:
     return i * block_k + body.div(lane, width) * COLUMNS + first * packing.run + body.rem(lane, width)
 
 
-class _Operands:
+class Operands:
     """A step's packed weights and scales of a program's rows of w, loaded when they are first asked for."""
 
     def __init__(
@@ -216,7 +216,7 @@ class _Operands:
         tile: MatmulTile,
         i: Array,
         masked: bool,
-        number: Array | None,
+        number: Array | None = None,
     ) -> None:
         self._w, self._matrix, self._packing, self._number = w, part.matrix, packing, number
         self._words: dict[Any, Array] = {}
@@ -230,7 +230,8 @@ class _Operands:
         across = (jnp.minimum(across, last) if masked else across) * (ROWS * packing.run) + body.rem(lane, packing.run)
         down = body.rem(part.rows, ROWS) * packing.run
         rows = _row_tile(part.rows, packing)
-        self._data = load(w.data, (*part.matrix, rows[:, None], down[:, None] + across[None, :]))
+        matrix = (index[:, None] if getattr(index, "shape", ()) else index for index in part.matrix)
+        self._data = load(w.data, (*matrix, rows[:, None], down[:, None] + across[None, :]))
 
     def run(self, j: int, *, with_scale: bool = True) -> Array:
         """The dot's left operand of run ``j`` of every tile of the step; int4's also without scales."""
@@ -258,6 +259,36 @@ class _Operands:
         masks = [jnp.where(here, np.uint32(decode.MAGNITUDES), np.uint32(0)) for _, here in passed]
         return decode.fold(self._data, decode.spread(exponents, width), j, decode.spread(masks, width))
 
+    def values(self, j: int, *, exact: bool) -> Array:
+        """float32 weights of run ``j``, but for ``row_scale``; ``exact`` ones are not rounded to bfloat16 before."""
+        p = self._packing
+        if not p.folds and (p.codes == "e2m1" or p.group == -1 or not exact):
+            return self.run(j).astype(jnp.float32)
+        a_run = max(1, p.run // p.group)
+        groups = [(b, j * p.run, n) for b in range(self._tiles) for n in range(a_run)]
+        scale = lax.bitcast_convert_type(
+            decode.spread([lax.bitcast_convert_type(self._multiplier(*g), jnp.uint32) for g in groups], p.run // a_run),
+            jnp.float32,
+        )
+        if p.folds:
+            ones = jnp.full(self._data.shape, np.uint32(decode.E4M3_ONE * 0x01010101))
+            return decode.fold(self._data, ones, j).astype(jnp.float32) * scale
+        return self.run(j, with_scale=False).astype(jnp.float32) * scale
+
+    def _multiplier(self, *group: int) -> Array:
+        """A group's scale in float32, so that ``row_scale`` does the rest."""
+        p = self._packing
+        if p.folds:
+            below = (np.uint32(FOLDED - 1) - self._field(self._w.scale, 8, *group)) & np.uint32(0xFF)
+            exponent = (127 + FOLDED - 1 - decode.E4M3_ONE) - below.astype(jnp.int32)
+            return bits.e8m0_to_f32(jnp.maximum(exponent, 0).astype(jnp.uint32))
+        scale = _as_float(self._field(self._w.scale, 32 // p.groups_a_word, *group), p)
+        if not p.scaled_codes:
+            return scale
+        # ``row_scale`` undoes the shift of ``decode.scaled_int4``, not that of ``decode.int4``.
+        half = (decode.SCALED_INT4_SHIFT - decode.INT4_SHIFT + 1) // 2
+        return scale * np.float32(2.0**half) * np.float32(2.0 ** (half - 1))
+
     def _exponent(self, *group: int) -> Array:
         """An e2m1 group's scale, as ``decode.fold`` takes it."""
         word, byte = self._word(self._w.scale, 8, *group)
@@ -265,13 +296,7 @@ class _Operands:
 
     def scale_of_run(self, j: int) -> Array:
         """float32 scales of the int4 groups, one a row, that run ``j`` of the step's only tile begins."""
-        p = self._packing
-        scale = _as_float(self._field(self._w.scale, 32 // p.groups_a_word, 0, j * p.run, 0), p)
-        if not p.scaled_codes:
-            return scale
-        # ``row_scale`` undoes the shift of ``decode.scaled_int4``, not that of ``decode.int4``.
-        half = (decode.SCALED_INT4_SHIFT - decode.INT4_SHIFT + 1) // 2
-        return scale * np.float32(2.0**half) * np.float32(2.0 ** (half - 1))
+        return self._multiplier(0, j * self._packing.run, 0)
 
     def _scale(self, *group: int) -> Array:
         """A group's scale, as ``decode.e2m1`` and ``decode.scaled_int4`` take it."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pallas_kernels.tuning.heuristics import MatmulTile, shared_memory
-from pallas_kernels.tuning.moe_heuristics import MoETiles
+from pallas_kernels.tuning.moe_heuristics import MoETiles, are_few, vector_tiles
 
 _COLUMNS = 128
 
@@ -84,6 +84,7 @@ def moe_tiles(
     halves: int = 2,
     batched: bool = False,
     capability: int = 90,
+    sm_count: int = 132,
     batch_invariant: bool = False,
 ) -> MoETiles:
     """Tiles of a layer of experts.
@@ -97,8 +98,12 @@ def moe_tiles(
       halves: of w13, 2 if gated.
       batched: for ``batched_experts``.
       capability: compute capability times ten.
+      sm_count: streaming multiprocessors.
       batch_invariant: the choice may not depend on ``tokens``.
     """
+    if not (batched or batch_invariant) and are_few(tokens, experts, top_k):
+        first, second = vector_tiles(tokens, hidden, intermediate, top_k, halves, sm_count)
+        return MoETiles(first=_whole_tiles(first, hidden), second=_whole_tiles(second, intermediate), single=True)
     rows = tokens if batched else -(-tokens * top_k // max(experts, 1))
     block_m = 64 if batch_invariant or capability != 90 else _block_m(rows)
     if kind.scales_sums:
@@ -109,6 +114,12 @@ def moe_tiles(
     first = _tile(block_m, 128 if block_m == 128 else 64, block_k, warps, 3)
     second = _tile(block_m, 128 if block_m == 128 else 64, block_k, warps, 3 if block_m > 64 else 4)
     return MoETiles(first=_fitted(first, halves, kind, capability), second=_fitted(second, 1, kind, capability))
+
+
+def _whole_tiles(tile: MatmulTile, k: int) -> MatmulTile:
+    """A tile of a product of matrices and vectors with a step of whole tiles of K, of twice as many columns or so."""
+    double = 2 * tile.block_k
+    return replace(tile, block_k=max(_COLUMNS, double if k % double == 0 else tile.block_k))
 
 
 def _tile(block_m: int, block_n: int, block_k: int, warps: int, stages: int) -> MatmulTile:

@@ -68,8 +68,8 @@ def moe_tiles(
       sm_count: streaming multiprocessors.
     """
     slots = tokens * top_k
-    if not (batched or batch_invariant) and (tokens == 1 or 4 * slots <= experts) and slots <= _SINGLE_SLOTS:
-        first, second = _vector_tiles(tokens, hidden, intermediate, top_k, halves, sm_count)
+    if not (batched or batch_invariant) and are_few(tokens, experts, top_k):
+        first, second = vector_tiles(tokens, hidden, intermediate, top_k, halves, sm_count)
         return MoETiles(first=first, second=second, single=True)
     rows = tokens if batched else -(-slots // max(experts, 1))
     promoted = (operands == "fp8" and exact) or (operands in ("fp8", "int8") and second_cell is not None)
@@ -129,7 +129,13 @@ def _second_on_hopper(tile: MatmulTile, hidden: int, intermediate: int) -> Matmu
     return replace(tile, block_n=256, num_warps=warps, num_stages=stages, pieces=2)
 
 
-def _vector_tiles(
+def are_few(tokens: int, experts: int, top_k: int) -> bool:
+    """Whether slots are so few, and experts so many, that products of matrices and vectors are faster."""
+    slots = tokens * top_k
+    return (tokens == 1 or 4 * slots <= experts) and slots <= _SINGLE_SLOTS
+
+
+def vector_tiles(
     tokens: int, hidden: int, intermediate: int, top_k: int, halves: int, sm_count: int
 ) -> tuple[MatmulTile, MatmulTile]:
     """Tiles of the two products of matrices and vectors, as measured on an H200.

@@ -82,3 +82,10 @@ def test_rows_of_each_expert():
     y = batched_experts(x, counts, cases.experts_of(layer), spec=cases.spec_of(case, layer), interpret=True)
     assert moe_cases.relative_error(y, wanted) < case.bar
     assert not y[1].any() and not y[2, 3:].any()
+
+
+@pytest.mark.parametrize("recipe", ["mxfp4", "int4:scale_dtype=bfloat16", "int4:group=32,zero_point", "mxfp4_a8"])
+def test_a_token_of_a_ragged_layer_whose_slots_are_products_with_vectors(recipe):
+    case = Case(recipe=recipe, bias=True, **SIZES | {"tokens": 1, "hidden": 200, "intermediate": 144})
+    assert cases.spec_of(case, moe_cases.layer(case)).tiles.single
+    assert error(case, "elsewhere") < case.bar
