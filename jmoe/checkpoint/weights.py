@@ -8,7 +8,7 @@ process reads the experts, and touches the rows and columns, of its own devices 
 import contextlib
 import gc
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import jax
@@ -133,6 +133,7 @@ def load_experts(
     checkpoint: Checkpoint,
     prefix: str,
     *,
+    slots: Sequence[int] | None = None,
     recipe: Recipe | str | None = None,
     weight_only: bool = False,
     dtype: jax.typing.DTypeLike | None = None,
@@ -148,6 +149,8 @@ def load_experts(
     Args:
       checkpoint: from ``open``.
       prefix: what comes before the experts' numbers, such as ``"model.layers.0.mlp.experts"``.
+      slots: the expert in each slot of the result, -1 for a spare one of zeros (default: every expert once, in order);
+        ``jmoe.parallel.experts_on(...).reshape(-1)`` gives every device of a mesh as many. E is then their number.
       recipe: quantize experts that are not, as they are read, one by one: neither the host nor a device ever holds the
         others unquantized. NVFP4's multiplier is one for gate and up. What is quantized already stays as it is.
       weight_only, dtype, device, mesh: as for ``load_linear``.
@@ -159,10 +162,11 @@ def load_experts(
 
     Raises:
       CheckpointError: as for ``load_linear``; no experts there, one missing, or experts that differ in shape or format.
-      ValueError, TypeError: as for ``load_linear``.
+      ValueError, TypeError: as for ``load_linear``; slots that are no experts' numbers.
     """
     dtype = _as_dtype(dtype)
     experts = _experts(checkpoint, prefix)
+    order = _checked_slots(experts, slots)
     placement = Placement(device, mesh, sharding, _EXPERT_AXES)
     up, down = (experts.module(0, projection) for projection in (experts.names.up, experts.names.down))
     if checkpoint.shape_for(down) != checkpoint.shape_for(up)[::-1]:
@@ -175,20 +179,21 @@ def load_experts(
     how = None if recipe is None else as_recipe(recipe)
 
     def stack(name: str, projections: tuple[str, ...], lead: tuple[int, ...], *axes: AxisName) -> QTensor | Array:
-        modules = _modules(experts, projections)
         source = _Source(checkpoint, weight_only, dtype)
         if how is not None and how.weight is not None:
-            source = _Quantized(checkpoint, weight_only, dtype, how, modules, len(projections))
-        return _load_stack(source, name, modules, lead, placement, axes)
+            every = _modules(experts, projections, range(experts.count))
+            source = _Quantized(checkpoint, weight_only, dtype, how, every, len(projections))
+        return _load_stack(source, name, _in_slots(experts, projections, order), lead, placement, axes)
 
-    w13 = stack("w13", halves, (experts.count, len(halves)), over, None, intermediate, hidden)
-    return w13, stack("w2", second, (experts.count,), over, hidden, intermediate)
+    w13 = stack("w13", halves, (len(order), len(halves)), over, None, intermediate, hidden)
+    return w13, stack("w2", second, (len(order),), over, hidden, intermediate)
 
 
 def load_expert_biases(
     checkpoint: Checkpoint,
     prefix: str,
     *,
+    slots: Sequence[int] | None = None,
     dtype: jax.typing.DTypeLike | None = None,
     device: Device = None,
     mesh: Mesh | None = None,
@@ -202,37 +207,46 @@ def load_expert_biases(
     placement = Placement(device, mesh, sharding, _EXPERT_AXES)
     over, intermediate, hidden = placement.axes
     experts = _experts(checkpoint, prefix)
+    order = _checked_slots(experts, slots)
 
     def stack(name: str, projections: Sequence[str]) -> Array | None:
-        modules = _modules(experts, projections)
+        modules = _modules(experts, projections, order)
         parts = [_host_bias(checkpoint, module) for module in modules]
         if all(part is None for part in parts):
             return None
         _require_all(checkpoint, "a bias", modules, parts)
         _check_same_length(checkpoint, modules, cast(list[np.ndarray], parts))
-        stacked = np.stack(cast(list[np.ndarray], parts))
-        if name == "b13":
-            stacked = stacked.reshape(experts.count, len(projections), -1)
+        held = np.stack(cast(list[np.ndarray], parts)).reshape(-1, len(projections), len(cast(np.ndarray, parts[0])))
+        stacked = np.zeros((len(order), *held.shape[1:]), held.dtype)
+        stacked[np.asarray(order) >= 0] = held
+        if name == "b2":
+            stacked = stacked[:, 0]
         axes = (over, None, intermediate) if name == "b13" else (over, hidden)
         return place_array(name, stacked if dtype is None else stacked.astype(dtype), placement, axes)
 
     return stack("b13", experts.names.halves), stack("b2", (experts.names.down,))
 
 
-def load_expert_scales(checkpoint: Checkpoint, prefix: str) -> tuple[Array | None, Array | None]:
+def load_expert_scales(
+    checkpoint: Checkpoint, prefix: str, *, slots: Sequence[int] | None = None
+) -> tuple[Array | None, Array | None]:
     """The given activation scales of a layer's experts: ``input_scale`` () and ``intermediate_scale`` (E,), float32.
 
     The first product's x is quantised once, with the largest scale of all experts and halves; the second product's
-    input belongs to one expert and keeps its own. None where scales are measured.
+    input belongs to one expert and keeps its own. None where scales are measured. ``slots`` is as for ``load_experts``;
+    a spare one has the scale 1.
     """
     experts = _experts(checkpoint, prefix)
-    input_scale = load_input_scale(checkpoint, _modules(experts, experts.names.halves))
-    down = _modules(experts, (experts.names.down,))
+    order = _checked_slots(experts, slots)
+    input_scale = load_input_scale(checkpoint, _modules(experts, experts.names.halves, range(experts.count)))
+    down = _modules(experts, (experts.names.down,), order)
     scales = [checkpoint.method.load_input_scale(checkpoint, module) for module in down]
     if all(scale is None for scale in scales):
         return input_scale, None
     _require_all(checkpoint, "an activation scale", down, scales)
-    return input_scale, jnp.asarray(np.stack(cast(list[np.float32], scales)))
+    held = np.ones(len(order), np.float32)
+    held[np.asarray(order) >= 0] = cast(list[np.float32], scales)
+    return input_scale, jnp.asarray(held)
 
 
 def _check_open(checkpoint: Checkpoint) -> None:
@@ -256,8 +270,28 @@ def _experts(checkpoint: Checkpoint, prefix: str) -> Experts:
     return checkpoint.experts(prefix)
 
 
-def _modules(experts: Experts, projections: Sequence[str]) -> list[str]:
-    return [experts.module(e, projection) for e in range(experts.count) for projection in projections]
+def _checked_slots(experts: Experts, slots: Sequence[int] | None) -> list[int]:
+    """The expert in each slot, -1 in a spare one."""
+    if slots is None:
+        return list(range(experts.count))
+    given = np.asarray(slots)
+    if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer):
+        raise TypeError(f"slots={slots!r} must be a sequence of experts' numbers, and -1 for a spare slot")
+    if outside := [e for e in given.tolist() if not -1 <= e < experts.count]:
+        raise ValueError(f"slots names the expert {outside[0]}, but there are 0 to {experts.count - 1}, and -1")
+    if not (given >= 0).any():
+        raise ValueError(f"slots={given.tolist()} has no expert")
+    return given.tolist()
+
+
+def _modules(experts: Experts, projections: Sequence[str], order: Iterable[int]) -> list[str]:
+    """The modules of these experts, expert by expert; a spare slot has none."""
+    return [experts.module(e, projection) for e in order if e >= 0 for projection in projections]
+
+
+def _in_slots(experts: Experts, projections: Sequence[str], order: Iterable[int]) -> list[str | None]:
+    """The modules in each slot, None in a spare one."""
+    return [None if e < 0 else experts.module(e, projection) for e in order for projection in projections]
 
 
 def _as_dtype(dtype: jax.typing.DTypeLike | None) -> np.dtype | None:
@@ -366,17 +400,18 @@ class _Quantized(_Source):
 def _load_stack(
     source: _Source,
     name: str,
-    modules: Sequence[str],
+    modules: Sequence[str | None],
     lead: tuple[int, ...],
     placement: Placement,
     axes: Sequence[AxisName],
 ) -> QTensor | Array:
     """The weights of modules stacked on the axes ``lead``, under a variable's name; one is (N, K) itself.
 
-    ``axes`` are the mesh axes of all axes of the stack.
+    ``axes`` are the mesh axes of all axes of the stack. Where there is no module, there are zeros.
     """
     checkpoint = source.checkpoint
-    first = source.load(modules[0])
+    like = next(module for module in modules if module is not None)
+    first = source.load(like)
     plain = None if isinstance(first, QTensor) else source.dtype
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*lead, *leaf.shape), plain or leaf.dtype), first)
     parts = placement.parts(name, abstract, axes)
@@ -387,13 +422,16 @@ def _load_stack(
             mine = [block for block in blocks if _holds(block, position)]
             if not mine:
                 continue
-            weight = source.load(module)
-            _check_same_stack(checkpoint, modules[0], first, module, weight)
-            leaves = jax.tree.leaves(weight)
+            leaves: list[Any] = []
+            if module is not None:
+                weight = source.load(module)
+                _check_same_stack(checkpoint, like, first, module, weight)
+                leaves = jax.tree.leaves(weight)
             for block in mine:
                 at = tuple(i - start for i, (start, _) in zip(position, block.bounds[: len(lead)], strict=True))
-                block.array[at] = leaves[block.part][block.index[len(lead) :]]
-            checkpoint.release_module(module)
+                block.array[at] = leaves[block.part][block.index[len(lead) :]] if leaves else 0
+            if module is not None:
+                checkpoint.release_module(module)
 
     return jax.tree.unflatten(jax.tree.structure(first), place_parts(parts, fill))
 

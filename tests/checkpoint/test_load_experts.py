@@ -126,6 +126,8 @@ def test_given_activation_scales_are_the_largest_for_x_and_each_experts_own_for_
     input_scale, intermediate_scale = checkpoint.load_expert_scales(opened, "experts")
     assert input_scale.shape == () and float(input_scale) == 8
     np.testing.assert_array_equal(intermediate_scale, [0.5, 0.25])
+    _, in_slots = checkpoint.load_expert_scales(opened, "experts", slots=[1, -1, 0])
+    np.testing.assert_array_equal(in_slots, [0.25, 1, 0.5])
     assert opened.input_scales()["experts.1.up_proj"] == 4
 
 
@@ -143,6 +145,8 @@ def test_biases_are_stacked_as_the_weights_are(write_checkpoint):
     b13, b2 = checkpoint.load_expert_biases(opened, "experts", dtype=jnp.bfloat16)
     assert b2 is None and b13.dtype == jnp.bfloat16
     np.testing.assert_array_equal(b13.astype(jnp.float32), [[[0, 0], [1, 1]], [[10, 10], [11, 11]]])
+    in_slots, _ = checkpoint.load_expert_biases(opened, "experts", slots=[1, -1])
+    np.testing.assert_array_equal(in_slots, [[[10, 10], [11, 11]], [[0, 0], [0, 0]]])
     down = {"experts.0.down_proj.bias": np.ones(4, np.float32)}
     opened = checkpoint.open(write_checkpoint(tensors | biases | down))
     with pytest.raises(checkpoint.CheckpointError, match=r"'experts\.1\.down_proj' has not a bias"):

@@ -17,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jmoe import checkpoint
 from jmoe.checkpoint import placement
+from jmoe.parallel import experts_on
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "tests" / "data" / "tiny-moe" / "bf16"
@@ -137,6 +138,25 @@ RULES = [
 ]
 
 
+@pytest.mark.parametrize("recipe", ["int4:group=32,zero_point", "mxfp4"])
+def test_experts_that_devices_do_not_divide_lie_in_slots_of_which_some_are_spare(tmp_path, write_checkpoint, recipe):
+    order = experts_on(4, 3).reshape(-1)  # two slots a device
+    assert order.tolist() == [0, 1, 2, 3, -1, -1]
+    over = jax.sharding.Mesh(np.array(jax.devices()[:3]), ("expert",))
+    with checkpoint.open(written(tmp_path, write_checkpoint, recipe)) as opened:
+        prefix = "model.layers.0.mlp.experts"
+        whole = checkpoint.load_experts(opened, prefix)
+        found = checkpoint.load_experts(opened, prefix, slots=order, mesh=over, sharding=("expert", None, None))
+        twice = checkpoint.load_experts(opened, prefix, slots=[3, -1, 3])
+    for mine, all_of_it in zip(jax.tree.leaves(found), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(mine[:4], all_of_it)
+        assert not np.asarray(mine[4:]).any()
+        assert [shard.data.shape[0] for shard in mine.addressable_shards] == [2, 2, 2]
+    for mine, all_of_it in zip(jax.tree.leaves(twice), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(mine[0], all_of_it[3])
+        np.testing.assert_array_equal(mine[2], all_of_it[3])
+
+
 TOKENS = np.arange(32, 64, dtype=np.int32).reshape(2, 16)
 
 
@@ -239,6 +259,15 @@ def test_places_that_there_are_not_are_refused(tmp_path, write_checkpoint, where
         devices = np.array(jax.devices()[: shape[0] * shape[1]]).reshape(shape)
         where = where | {"mesh": jax.sharding.Mesh(devices, ("expert", "model"))}
     assert says in refusal(tmp_path, write_checkpoint, **where)
+
+
+@pytest.mark.parametrize(
+    "slots, error, says",
+    [([4], ValueError, "slots names the expert 4, but there are 0 to 3"), ([-1], ValueError, "has no expert")]
+    + [(slots, TypeError, "must be a sequence of experts' numbers") for slots in ([0.5], [[0]], 3, "0")],
+)
+def test_slots_that_are_none_are_refused(tmp_path, write_checkpoint, slots, error, says):
+    assert says in refusal(tmp_path, write_checkpoint, error, slots=slots)
 
 
 def test_a_sharding_of_more_axes_than_there_are_is_refused(tmp_path, write_checkpoint):
