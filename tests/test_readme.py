@@ -96,6 +96,34 @@ def test_implementations_are_those_that_exist():
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.M)) == set(IMPLEMENTATIONS)
 
 
+def test_recipes_run_on_what_the_table_says():
+    table = PROSE.partition("\n| recipes |")[2].partition("\n\n")[0].splitlines()
+    devices, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table)
+    told = {}
+    for names, *cells in rows:
+        for name in re.findall(r"`(\w+)`", names):
+            for column, cell in zip(devices, cells, strict=True):
+                alike = column.split(", ")
+                choices = cell.split(", ") if ", " in cell else [cell] * len(alike)
+                told |= {(name, device): choice for device, choice in zip(alike, choices, strict=True)}
+    assert {name for name, _ in told} == set(jmoe.RECIPES)
+    assert told == {(name, device): served(name, device) for name, device in told}
+
+
+def served(name, device):
+    """What runs linears and experts of a recipe on a device."""
+    sizes = {"recipe": jmoe.recipe(name), "tokens": 64, "hidden": 512}
+    experts = {"intermediate": 512, "experts": 8, "global_experts": 8, "top_k": 2, "activation": jmoe.swiglu()}
+    chosen = set()
+    for op in (jmoe.OpSpec(op="linear", features=512, **sizes), jmoe.OpSpec(op="moe", **sizes, **experts)):
+        try:
+            chosen.add(jmoe.select(op, device).implementation)
+        except ExceptionGroup:
+            chosen.add("none")
+    [implementation] = chosen
+    return implementation
+
+
 def test_methods_of_checkpoints_are_those_that_exist():
     table = PROSE.partition("| `quant_method` |")[2].partition("\n\n")[0]
     methods = re.findall(r"^\| `([\w-]+)` \|", table, re.M)

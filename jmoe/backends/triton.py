@@ -1,4 +1,4 @@
-"""Kernels of our own through Pallas and Triton: plain, e4m3 and int8 weights, on NVIDIA GPUs.
+"""Kernels of our own through Pallas and Triton: plain, e4m3, int8 and four-bit weights, on NVIDIA GPUs.
 
 This file says what they serve, and translates: an OpSpec to static facts and tiles, QTensors to arrays. The kernels
 themselves are imported when they are first run, so that importing jmoe takes no Triton.
