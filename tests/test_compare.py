@@ -8,9 +8,11 @@ import math
 import re
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from matplotlib.figure import Figure
 from rich.console import Console
 
@@ -26,10 +28,12 @@ from jmoe.compare import (
     compare,
     draw_error_by_layer,
     draw_loss_against_bytes,
+    quantization_rules,
     read_tokens,
     split_recipes,
 )
 from jmoe.models import evaluate
+from jmoe.nn import quantize_model
 from jmoe.ops.explain import Explanation
 
 DATA = Path(__file__).resolve().parent / "data"
@@ -246,6 +250,18 @@ def test_what_a_device_has_no_units_for_is_emulated_by_name_and_the_row_says_so(
         "weights are dequantised to float32, one expert at a time, once 64 rows",
     )
     assert 0 < abs(nvfp4.loss - bf16.loss) < 0.1
+
+
+def test_rows_of_an_h200_are_of_kernels():
+    plain = load_model(TINY, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((8, 256), jnp.int32)
+    for name in ("bf16", "int8", "int4", "int4_fp8", "mxfp4", "mxfp4_a8", "nvfp4_w4a16"):
+        model = nnx.clone(plain)
+        with jmoe.config(device="h200"):
+            quantize_model(model, quantization_rules(jmoe.recipe(name)))
+        implementation, why = _choice(jmoe.explain(model, ids, device="h200"))
+        assert implementation == "triton", (name, why)
+        assert "in every call" not in why  # weights were packed once
 
 
 def test_a_row_tells_of_the_products_that_its_recipe_quantizes():
