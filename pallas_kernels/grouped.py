@@ -90,7 +90,7 @@ class Product:
       x_group: columns that share a scale of x, ``WHOLE`` for all.
       exact: FP8 sums are promoted to float32 at least every 128 of K.
       int8: x and w are int8 codes.
-      packing: of four-bit weights, None of others; then ``w_block`` says nothing, and ``tile.run`` is 1.
+      packing: of four-bit weights, None of others; then ``w_block`` says nothing.
     """
 
     tile: MatmulTile
@@ -256,8 +256,10 @@ float32; int32 where all of K is of int8 codes, and only the whole sum is scaled
 def for_tiles(x: Input, w: Weights, block: Block, at: At, product: Product, finish: Callable[[At, Sums], None]) -> None:
     """In a kernel: ``finish(at, sums)`` of every tile that a program makes."""
     tile = product.tile
+    tiles = product.tiles(product.columns(w))
+    count = tile.run if tiles % tile.run == 0 else jnp.minimum(tile.run, tiles - at.tile)
     if product.packing is not None:
-        finish(at, _packed_sums(x, w, block, at, product, product.packing))
+        _for_packed_tiles(x, w, block, at, product, product.packing, count, finish)
         return
     steps = _Steps(w.data.shape[4], tile.block_k, product.cell)
     if tile.run == 1:
@@ -275,8 +277,6 @@ def for_tiles(x: Input, w: Weights, block: Block, at: At, product: Product, fini
             sums = _step(operands[i], w, block, here, product, steps, jnp.int32(i), sums, masked=masked)
         finish(here, sums)
 
-    tiles = product.tiles(w.data.shape[3])
-    count = tile.run if tiles % tile.run == 0 else jnp.minimum(tile.run, tiles - at.tile)
     lowering.loop(count, make, None)
 
 
@@ -301,12 +301,40 @@ def _sums(x: Input, w: Weights, block: Block, at: At, product: Product, steps: _
     return step(jnp.int32(steps.whole), sums, masked=True) if steps.whole < steps.count else sums
 
 
-def _packed_sums(x: Input, w: Weights, block: Block, at: At, product: Product, packing: Packing) -> Sums:
-    """The sums of one tile, of packed weights."""
-    places, product = pieces(at, product)
-    parts = [_part(block, place, half, product.tile) for place in places for half in range(w.data.shape[2])]
-    step = fourbit.Step(packing, product.tile, product.exact)
-    return fourbit.sums(x.data, block.row, _packed(w), parts, step)
+def _for_packed_tiles(
+    x: Input,
+    w: Weights,
+    block: Block,
+    at: At,
+    product: Product,
+    packing: Packing,
+    count: Array | int,
+    finish: Callable[[At, Sums], None],
+) -> None:
+    """``for_tiles`` of packed weights."""
+    step = fourbit.Step(packing, pieces(at, product)[1].tile, product.exact)
+    halves = range(w.data.shape[2])
+
+    def parts(at: At) -> list[fourbit.Part]:
+        places, narrow = pieces(at, product)
+        return [_part(block, place, half, narrow.tile) for place in places for half in halves]
+
+    if product.tile.run == 1:
+        finish(at, fourbit.sums(x.data, block.row, _packed(w), parts(at), step))
+        return
+
+    def after(number: Array) -> At:
+        return at._replace(tile=at.tile + number)
+
+    fourbit.for_runs(
+        x.data,
+        block.row,
+        _packed(w),
+        lambda number: parts(after(number)),
+        step,
+        count,
+        lambda number, sums: finish(after(number), sums),
+    )
 
 
 def _packed(w: Weights) -> Packed:

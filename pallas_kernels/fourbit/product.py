@@ -10,7 +10,7 @@ it has gone through K as if one were enough: nothing waits for the answer, and i
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -165,27 +165,90 @@ def _step(
     number: Array | None = None,
 ) -> list[Array]:
     """The accumulators after step ``i`` of K, of all groups or of those of pass ``number``."""
-    packing, tile, exact = step
-    scaled = _scales_sums(x, packing)
-    runs, dots = packing.runs, COLUMNS // min(packing.group, COLUMNS) if scaled else _dots(step)
-    operands = [Operands(w, part, packing, tile, i, masked, number) for part in parts]
-    promoted = exact and packing.operand == "e4m3"
+    rights = _rights(x, row, step, i, masked=masked)
+    return _add(rights, _scales_sums(x, step.packing), w, parts, step, i, total, masked=masked, number=number)
+
+
+_Right = tuple[range, Array]
+"""Runs that go into one dot, and the columns of x that meet them."""
+
+
+def _rights(x: Any, row: Array, step: Step, i: Array, *, masked: bool) -> Iterator[_Right]:
+    """The right operands of step ``i``'s dots, loaded when they are asked for."""
+    packing = step.packing
+    runs = packing.runs
+    dots = COLUMNS // min(packing.group, COLUMNS) if _scales_sums(x, packing) else _dots(step)
     for j in range(0, runs, runs // dots):
         among = range(j, j + runs // dots)
-        column = columns_of_runs(packing, tile.block_k, i, j, len(among))
+        column = columns_of_runs(packing, step.tile.block_k, i, j, len(among))
         valid = (column < packing.k)[None, :] if masked else None
         codes = load(x, (row[:, None], column[None, :]), mask=valid, other=0 if masked else None)
-        right = body.as_operand(codes, body.F8 if packing.operand == "e4m3" else jnp.bfloat16)
+        yield among, body.as_operand(codes, body.F8 if packing.operand == "e4m3" else jnp.bfloat16)
+
+
+def _add(
+    rights: Iterable[_Right],
+    scaled: bool,
+    w: Packed,
+    parts: Sequence[Part],
+    step: Step,
+    i: Array,
+    total: list[Array],
+    *,
+    masked: bool,
+    number: Array | None = None,
+) -> list[Array]:
+    """``_step`` with its right operands at hand; ``scaled`` is that ``_scales_sums``."""
+    packing, tile, exact = step
+    operands = [Operands(w, part, packing, tile, i, masked, number) for part in parts]
+    promoted = exact and packing.operand == "e4m3"
+    for among, right in rights:
         result = []
         for operand, acc in zip(operands, total, strict=True):
             left = decode.beside([operand.run(r, with_scale=not scaled) for r in among], packing.run)
             if scaled:
-                acc = body.add_scaled(acc, lowering.dot(left, right), [operand.scale_of_run(j)[:, None]])
+                acc = body.add_scaled(acc, lowering.dot(left, right), [operand.scale_of_run(among[0])[:, None]])
             else:
                 acc = acc + lowering.dot(left, right) if promoted else lowering.dot(left, right, acc)
             result.append(acc)
         total = result
     return total
+
+
+def for_runs(
+    x: Any,
+    row: Array,
+    w: Packed,
+    parts_of: Callable[[Array], Sequence[Part]],
+    step: Step,
+    count: Array | int,
+    finish: Callable[[Array, list[Array]], None],
+) -> None:
+    """In a kernel: ``finish(number, sums)`` of the parts of each number below ``count``, as many each.
+
+    x is read once, and one loop is over numbers: its pipeline of loads does not run dry between two of them. So K is to
+    be few steps, which are written out.
+    """
+    packing, tile = step.packing, step.tile
+    if packing.folds or _scales_sums(x, packing):  # loops within, or a step of their own
+
+        def one(number: Array, carry: None) -> None:
+            finish(number, sums(x, row, w, parts_of(number), step))
+
+        lowering.loop(count, one, None)
+        return
+    masked = packing.k % tile.block_k != 0
+    steps = [jnp.int32(i) for i in range(pl.cdiv(packing.k, tile.block_k))]
+    rights = [list(_rights(x, row, step, i, masked=masked)) for i in steps]
+
+    def make(number: Array, carry: None) -> None:
+        parts = parts_of(number)
+        total = [jnp.zeros((tile.block_n, tile.block_m), jnp.float32)] * len(parts)
+        for i, right in zip(steps, rights, strict=True):
+            total = _add(right, False, w, parts, step, i, total, masked=masked)
+        finish(number, total)
+
+    lowering.loop(count, make, None)
 
 
 def _dots(step: Step) -> int:

@@ -1,5 +1,6 @@
 """Layers of experts with packed four-bit weights, in interpret mode, against the reference."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ SIZES: dict[str, Any] = {"tokens": 9, "hidden": 96, "intermediate": 80, "experts
 """K of neither product is a whole tile, nor is N."""
 
 
-def error(case, routing):
+def error(case, routing, **tile):
     layer, (x, weights) = moe_cases.layer(case), moe_cases.tokens(case)
     ids = moe_cases.routing(routing, case)
     x, weights = moe_cases.spoiled(case, x, weights, ids)
@@ -32,9 +33,10 @@ def error(case, routing):
         preferred_element_type=jnp.float32,
         **options,
     )
-    y = fused_moe(
-        x, cases.experts_of(layer), weights, jnp.asarray(ids), spec=cases.spec_of(case, layer), interpret=True
-    )
+    spec = cases.spec_of(case, layer)
+    tiles = replace(spec.tiles, first=replace(spec.tiles.first, **tile), second=replace(spec.tiles.second, **tile))
+    spec = replace(spec, tiles=tiles)
+    y = fused_moe(x, cases.experts_of(layer), weights, jnp.asarray(ids), spec=spec, interpret=True)
     return moe_cases.relative_error(y, wanted)
 
 
@@ -89,3 +91,10 @@ def test_a_token_of_a_ragged_layer_whose_slots_are_products_with_vectors(recipe)
     case = Case(recipe=recipe, bias=True, **SIZES | {"tokens": 1, "hidden": 200, "intermediate": 144})
     assert cases.spec_of(case, moe_cases.layer(case)).tiles.single
     assert error(case, "elsewhere") < case.bar
+
+
+@pytest.mark.parametrize("recipe", ["int4", "mxfp4_a8"])
+def test_programs_that_make_several_tiles(recipe):
+    # 3 tiles of w13's rows and 4 of w2's, two a program; K is two steps of 128 or three.
+    case = Case(recipe=recipe, bias=True, **SIZES | {"hidden": 250, "intermediate": 150, "experts": 2})
+    assert error(case, "uniform", run=2, block_n=64, block_k=128) < case.bar
