@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import jmoe
 from jmoe import checkpoint
+from jmoe.checkpoint.encode import form_of
 from jmoe.checkpoint.safetensors import open_safetensors
 from jmoe.checkpoint.safetensors_writer import write_safetensors
 
@@ -116,6 +118,12 @@ def test_compressed_tensors_decompresses_the_same_values(with_experts, tmp_path,
         found = compressor.decompress(leaves, scheme)["weight"]
         assert tuple(found.shape) == expected.shape
         assert_equal(found, expected, recipe, module, found.dtype)
+
+
+def test_compressed_tensors_reads_what_is_said_of_a_kv_cache():
+    scheme = QuantizationConfig.model_validate(form_of(jmoe.recipe("int8")).config([], kv_cache=True)).kv_cache_scheme
+    assert (scheme.num_bits, scheme.type, scheme.strategy) == (8, "float", "tensor")
+    assert scheme.symmetric and not scheme.dynamic
 
 
 def loaded_by_transformers(folder):
