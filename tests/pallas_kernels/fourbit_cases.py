@@ -22,7 +22,7 @@ RECIPES = (
     "int4:group=64,scale_dtype=float16,zero_point",
     "int4:group=256",
     "int4:group=-1,zero_point",
-    "int4_fp8",
+    "int4_fp8:scale_dtype=bfloat16",
     "int4_int8:group=32,zero_point",
 )
 
