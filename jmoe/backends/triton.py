@@ -57,6 +57,7 @@ def heuristic_tiles(op: OpSpec, device: DeviceSpec, accumulation: Accumulation) 
         "sm_count": device.sm_count,
     }
     if packed.is_packed(op.recipe):
+        facts["exact"] = accumulation == "exact"
         if op.op == "linear":
             return table.parts(packed.tile_of_linear(op, **facts))
         return table.parts(packed.tiles_of_experts(op, **facts))

@@ -38,6 +38,7 @@ def linear_tile(
     k: int,
     *,
     kind: Kind,
+    exact: bool = False,
     capability: int = 90,
     sm_count: int = 132,
     batch_invariant: bool = False,
@@ -47,6 +48,7 @@ def linear_tile(
     Args:
       m, n, k: the product's extents.
       kind: of the weights.
+      exact: e4m3 sums are promoted to float32 every 128 of K, which takes registers for a second accumulator.
       capability: compute capability times ten.
       sm_count: streaming multiprocessors.
       batch_invariant: the choice may not depend on ``m``.
@@ -65,7 +67,7 @@ def linear_tile(
     elif m <= 128 or -(-m // 256) * -(-n // 128) < 3 * sm_count // 4 or capability != 90:
         tile = _tile(128, 64, 256 if folds else 128, 4, 3)
     else:
-        tile = _tile(256, 128, 256 if folds else 128, 8, 3)
+        tile = _tile(128 if folds and exact else 256, 128, 256 if folds else 128, 8, 3)
     if m <= 64 and not batch_invariant:
         tile = replace(tile, split_k=_split(-(-n // tile.block_n), -(-k // tile.block_k), sm_count))
     if folds and capability < 90 and tile.block_m > 16:  # Ada has no registers for what longer steps unpack
@@ -82,6 +84,7 @@ def moe_tiles(
     *,
     kind: Kind,
     halves: int = 2,
+    exact: bool = False,
     batched: bool = False,
     capability: int = 90,
     sm_count: int = 132,
@@ -96,6 +99,7 @@ def moe_tiles(
       top_k: k.
       kind: of the weights.
       halves: of w13, 2 if gated.
+      exact: e4m3 sums are promoted to float32 every 128 of K.
       batched: for ``batched_experts``.
       capability: compute capability times ten.
       sm_count: streaming multiprocessors.
@@ -112,6 +116,9 @@ def moe_tiles(
     block_k = 256 if (folds or few) and capability >= 90 else 128
     warps = 8 if block_m == 128 else 4
     first = _tile(block_m, 128 if block_m == 128 else 64, block_k, warps, 3)
+    if folds and block_m == 128:
+        # Two accumulators of 128 rows leave no registers for promotion, nor for what a long step unpacks.
+        first = replace(first, block_n=64 if exact else 128, block_k=_COLUMNS, num_stages=4)
     second = _tile(block_m, 128 if block_m == 128 else 64, block_k, warps, 3 if block_m > 64 else 4)
     return MoETiles(first=_fitted(first, halves, kind, capability), second=_fitted(second, 1, kind, capability))
 

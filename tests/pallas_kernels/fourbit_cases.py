@@ -69,7 +69,9 @@ def spec_of(case: Case, layer: Layer, **facts: Any) -> ExpertsSpec:
     first, second = packing_of(layer.w13), packing_of(layer.w2)
     sizes = (case.tokens, case.hidden, case.intermediate, case.experts, case.top_k)
     return ExpertsSpec(
-        tiles=moe_tiles(*sizes, kind=kind_of(layer.w13), halves=1 + case.gated, **facts),
+        tiles=moe_tiles(
+            *sizes, kind=kind_of(layer.w13), halves=1 + case.gated, exact=case.accumulation == "exact", **facts
+        ),
         dtype=case.dtype,
         out_dtype=case.dtype,
         activation=moe_cases.activation_of(case),
