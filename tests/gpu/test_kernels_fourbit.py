@@ -67,7 +67,7 @@ def every_scale(unpacker: str) -> jax.Array:
         as_bfloat16 = e4m3.astype(jnp.bfloat16).view(np.uint16).astype(np.uint32)
         return jnp.concatenate([jnp.arange(255, dtype=jnp.uint32) << np.uint32(7), jnp.asarray(as_bfloat16)]) * _PAIR
     if unpacker == "int4 scaled":  # every mantissa of the largest exponent, and of others
-        exponents = jnp.array([0x7F00, 0x7E80, 0x6000, 0xFF00], jnp.uint32)[:, None]
+        exponents = jnp.array([0x7F00, 0xE000], jnp.uint32)[:, None]
         return (exponents + jnp.arange(128, dtype=jnp.uint32)).reshape(-1) * _PAIR
     mantissas = np.uint32(0x3C00) + jnp.arange(128, dtype=jnp.uint32)
     return jnp.concatenate([mantissas, jnp.array([0, 0x8000, 0x7F80, 0x7FC0, 0xBC35], jnp.uint32)]) * _PAIR
