@@ -348,8 +348,8 @@ class Operands:
         scale = _as_float(self._field(self._w.scale, 32 // p.groups_a_word, *group), p)
         if not p.scaled_codes:
             return scale
-        # ``row_scale`` undoes the shift of ``decode.scaled_int4``, not that of ``decode.int4``. The difference, 2**-127, is
-        # no normal number, so exponents are lowered as integers; what is so small beside the row's largest is 0.
+        # ``row_scale`` undoes the shift of ``decode.scaled_int4``, not that of ``decode.int4``. A factor of 2**-127 is
+        # no normal number, so exponents are lowered as integers: what is so small beside the row's largest is 0.
         by = np.uint32(decode.INT4_SHIFT - decode.SCALED_INT4_SHIFT)
         word = lax.bitcast_convert_type(scale, jnp.uint32)
         exponent = (word >> np.uint32(23)) & np.uint32(0xFF)
