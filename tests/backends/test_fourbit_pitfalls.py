@@ -162,3 +162,18 @@ def test_e08_the_router_weight_before_and_after_the_activation():
 def test_h10_k_below_a_tile(recipe):
     w = jmoe.quantize(jax.random.normal(jax.random.key(0), (5, 32)), recipe)
     np.testing.assert_allclose(values(w), w.dequantize(), rtol=2**-8)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp4", "mxfp4_a8"])
+def test_an_expert_of_gpt_oss(recipe):
+    # H = I = 2880, whose last tile of K is half full; gates reach the limit of 7.
+    keys = jax.random.split(jax.random.key(0), 5)
+    w13 = jmoe.quantize(jax.random.normal(keys[0], (1, 2, 2880, 2880)) * 2880**-0.5, recipe)
+    w2 = jmoe.quantize(jax.random.normal(keys[1], (1, 2880, 2880)) * 2880**-0.5, recipe)
+    biases = {"b13": jax.random.normal(keys[2], (1, 2, 2880)), "b2": jax.random.normal(keys[3], (1, 2880))}
+    x = 8 * jax.random.normal(keys[4], (3, 2880), jnp.bfloat16)
+    arguments = x, w13, w2, jnp.float32([[0.3], [0.7], [1]]), jnp.array([[0], [0], [-1]])
+    options = {"activation": "swigluoai", "preferred_element_type": jnp.float32, **biases}
+    y, wanted = (jmoe.fused_moe(*arguments, implementation=name, **options) for name in ("triton", "reference"))
+    assert np.linalg.norm(y - wanted) <= 5e-3 * np.linalg.norm(wanted)
+    assert not y[2].any()
