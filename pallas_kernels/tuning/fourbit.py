@@ -114,7 +114,7 @@ def moe_tiles(
         block_m = min(block_m, 64 if capability == 90 else 32)
     folds, few = kind.operand == "e4m3", block_m <= 32
     block_k = 256 if (folds or few) and capability >= 90 else 128
-    warps = 8 if block_m == 128 else 4
+    warps = 8 if block_m == 128 or (kind.scales_sums and block_m == 64) else 4
     first = _tile(block_m, 128 if block_m == 128 else 64, block_k, warps, 3)
     if folds and block_m == 128:
         # Two accumulators of 128 rows leave no registers for promotion, nor for what a long step unpacks.
