@@ -117,6 +117,7 @@ class Linear(nnx.Module):
         else:
             weight = nnx.initializers.lecun_normal(in_axis=-1, out_axis=-2)(rngs.params(), shape, param_dtype)
             weight = weight if how.weight is None else quantize(weight, how)
+        weight = param.prepared(weight, "linear", implementation)
         static = how.input is not None and how.input.static
         param.set_weight(self, "weight", weight, self.sharding, input_scale=1.0 if static else None, scale_shapes=[()])
         self.bias = nnx.data(None)
@@ -144,9 +145,9 @@ class Linear(nnx.Module):
         """
         how = as_recipe(recipe)
         weight = param.checked_weight("weight", weight)
-        return cls.from_quantized(
-            weight if how.weight is None else quantize(weight, how), bias, input_scale=input_scale, **others
-        )
+        quantized = weight if how.weight is None else quantize(weight, how)
+        ours = param.prepared(quantized, "linear", others.get("implementation"))
+        return cls.from_quantized(ours, bias, input_scale=input_scale, **others)
 
     @classmethod
     def from_quantized(

@@ -200,6 +200,7 @@ class FusedMoE(nnx.Module):
             batch = tuple(range(len(shape) - 2))
             init = nnx.initializers.lecun_normal(in_axis=-1, out_axis=-2, batch_axis=batch)
             weight = ex.quantize_experts(init(key, shape, dtype), recipe, first=name == "w13")
+        weight = param.prepared(weight, "moe", self.implementation)
         scale, scale_shape = None, () if name == "w13" else (self.num_local_experts,)
         if recipe.input is not None and recipe.input.static:
             scale = jnp.ones(scale_shape, jnp.float32)
@@ -245,9 +246,10 @@ class FusedMoE(nnx.Module):
         """
         how = as_recipe(recipe)
         options.flag("gated", gated)
+        asked = others.get("implementation")
         return cls.from_quantized(
-            ex.first_weight(w13, how, layout=layout, gated=gated),
-            ex.second_weight(w2, how, layout=layout),
+            param.prepared(ex.first_weight(w13, how, layout=layout, gated=gated), "moe", asked),
+            param.prepared(ex.second_weight(w2, how, layout=layout), "moe", asked),
             routing,
             router_weight=router_weight,
             b13=None if b13 is None else ex.first_bias(b13, gated=gated),

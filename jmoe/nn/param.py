@@ -4,10 +4,11 @@ A module that has the weight ``w13`` has the variables ``w13``, ``w13_scale``, `
 and ``w13_input_scale``, named as in checkpoints and None where absent, and the static attribute ``w13_format``.
 """
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,8 @@ from jax import Array
 from jax.sharding import AxisType, PartitionSpec
 
 from jmoe.arguments import COMPUTE_DTYPES, as_array, float_dtype
+from jmoe.config import config
+from jmoe.ops.prepare import prepare
 from jmoe.qtensor import QTensor, grid_axes
 from jmoe.quantize import check_static_scale, quantize
 from jmoe.scheme import Recipe, Scheme, recipe_of
@@ -296,6 +299,15 @@ def split_axes(var: nnx.Variable, rank: int) -> tuple[tuple[str, ...], ...]:
 def value_of(var: nnx.Variable | None) -> Any:
     """The value of a variable that may be absent."""
     return None if var is None else var.get_value()
+
+
+def prepared(w: Array | QTensor, op: Literal["linear", "moe"], implementation: str | None) -> Array | QTensor:
+    """``jmoe.prepare`` of a layer's weight, for the layer's implementation; as it is where nothing serves it."""
+    try:
+        with contextlib.nullcontext() if implementation is None else config(implementation=implementation):
+            return prepare(w, op=op)
+    except (ExceptionGroup, NotImplementedError):  # calls say so, and may ask for another by name
+        return w
 
 
 def empty(shape: tuple[int, ...], recipe: Recipe, dtype: jax.typing.DTypeLike) -> Array | QTensor:

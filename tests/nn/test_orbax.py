@@ -73,3 +73,14 @@ def test_a_quantized_model_comes_back_in_the_sharding_of_its_metadata(tmp_path):
     for name in ("w13", "w13_scale", "w2", "w2_scale"):
         shards = getattr(again.moe, name).get_value().addressable_shards
         assert [shard.data.shape[0] for shard in shards] == [1, 1, 1, 1]
+
+
+def test_weights_packed_for_a_device_come_back_into_a_model_made_for_it(tmp_path):
+    recipes = ("mxfp4_a8", "int4_fp8")
+    with jmoe.config(device="h200"):
+        model = saved(tmp_path, recipes)
+        again = restored(tmp_path, nnx.eval_shape(lambda: Model(recipes)))
+    assert {w.layout.name for w in (again.dense.qweight, again.moe.qw13)} == {"packed_e4m3", "packed_bfloat16"}
+    assert_equal(again, model)
+    x = jnp.ones((3, 64), jnp.bfloat16)
+    np.testing.assert_array_equal(again(x), model(x))
