@@ -85,6 +85,22 @@ class Facts:
         """Rows of each half, and columns."""
         return w.data.shape[3:] if self.packing is None else (self.packing.n, self.packing.k)
 
+    def warps(self, vectors: int) -> int:
+        """Warps of a program with so many vectors.
+
+        Packed weights are unpacked by words, so each thread is to have the elements of at least one.
+
+        Raises:
+          ValueError: a tile that has fewer for one warp.
+        """
+        if self.packing is None:
+            return self.tile.num_warps
+        elements = vectors * self.tile.block_n * (self.tile.block_k // self.packing.runs)
+        a_warp = 32 * self.packing.neighbours
+        if elements < a_warp:
+            raise ValueError(f"tile={self.tile} has {elements} packed elements, and a warp takes at least {a_warp}")
+        return min(self.tile.num_warps, elements // a_warp)
+
 
 def reads_values(scheme: InputScheme | None, tile: MatmulTile) -> bool:
     """Whether a program can quantise what it reads: all that shares a scale is at hand, or measured already."""
@@ -121,7 +137,7 @@ def first_product(
                 None if measure is None else jax.ShapeDtypeStruct((programs,), jnp.float32),
             )
         ],
-        num_warps=tile.num_warps,
+        num_warps=facts.warps(1),
         num_stages=1,
         interpret=interpret,
         facts=facts,
@@ -141,7 +157,7 @@ def second_product(
         name="moe_second_few",
         grid=(tokens * pl.cdiv(columns, tile.block_n),),
         out_shape=jax.ShapeDtypeStruct((tokens, columns), out_dtype),
-        num_warps=tile.num_warps,
+        num_warps=facts.warps(body.pow2_at_least(facts.k)),
         num_stages=1,
         interpret=interpret,
         facts=facts,

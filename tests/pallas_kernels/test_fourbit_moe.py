@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 import jmoe
+from pallas_kernels import few
+from pallas_kernels.fourbit.packing import Packing
 from pallas_kernels.moe import batched_experts, fused_moe
+from pallas_kernels.tuning.heuristics import MatmulTile
 from tests.pallas_kernels import fourbit_cases as cases
 from tests.pallas_kernels import moe_cases
 from tests.pallas_kernels.moe_cases import Case
@@ -91,6 +94,16 @@ def test_a_token_of_a_ragged_layer_whose_slots_are_products_with_vectors(recipe)
     case = Case(recipe=recipe, bias=True, **SIZES | {"tokens": 1, "hidden": 200, "intermediate": 144})
     assert cases.spec_of(case, moe_cases.layer(case)).tiles.single
     assert error(case, "elsewhere") < case.bar
+
+
+def test_threads_of_products_with_vectors_have_whole_words():
+    # A tile of 4 rows and 128 columns is 4 * 64 bytes of e2m1 codes: 64 words of four, for two warps.
+    p = Packing(codes="e2m1", operand="e4m3", scale="e8m0", group=32, n=64, k=128)
+    tile = MatmulTile(block_m=1, block_n=4, block_k=128, num_warps=4, num_stages=1)
+    facts = few.Facts(tile=tile, k=2, experts=4, scheme=None, w_block=(-1, -1), packing=p)
+    assert (facts.warps(1), facts.warps(2)) == (2, 4)
+    with pytest.raises(ValueError, match="has 64 packed elements, and a warp takes at least 128"):
+        replace(facts, tile=replace(tile, block_n=1)).warps(1)
 
 
 @pytest.mark.parametrize("recipe", ["int4", "mxfp4_a8"])
