@@ -33,10 +33,10 @@ CANONICAL = Layout("canonical")
 """Row-major codes, two 4-bit codes a byte with the even element in the low nibble, scales as a grid of blocks."""
 
 PACKED_BFLOAT16 = Layout("packed_bfloat16")
-"""Four-bit codes for products with bfloat16 activations, see ``fourbit.packing``."""
+"""Four-bit codes that products make bfloat16 of, see ``fourbit.packing``."""
 
 PACKED_E4M3 = Layout("packed_e4m3")
-"""Four-bit codes for products with e4m3 activations."""
+"""Four-bit codes that products make e4m3 of."""
 
 
 def pack_ue8m0_words(scale: Array) -> Array:

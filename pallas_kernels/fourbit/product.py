@@ -7,6 +7,9 @@ e2m1 codes with e8m0 scales become e4m3 with the scale in the exponent, relative
 consecutive exponents. Rows that span more go through K in several passes, each of which takes in the next twelve, from
 the smallest up, so that one accumulator serves. How many is known from the row's last word, which a program asks when
 it has gone through K as if one were enough: nothing waits for the answer, and if one was not it starts again.
+
+int4 codes less their zero point, and codes of x, are exact in bfloat16, so where they meet, scales multiply the sum of
+each group.
 """
 
 import functools
