@@ -3,6 +3,7 @@
 A product with the identity shows the weights that a kernel makes; expected values are worked out by hand.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -177,3 +178,14 @@ def test_an_expert_of_gpt_oss(recipe):
     y, wanted = (jmoe.fused_moe(*arguments, implementation=name, **options) for name in ("triton", "reference"))
     assert np.linalg.norm(y - wanted) <= 5e-3 * np.linalg.norm(wanted)
     assert not y[2].any()
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4_w4a16", "int4_fp8:group=32,scale_dtype=bfloat16", "int4:group=32"])
+def test_scales_of_zero_below_zero_far_apart_and_nan(recipe):
+    w = jmoe.quantize(jax.random.normal(jax.random.key(0), (5, 96)), recipe)
+    scale = w.scale.at[0].set(0).at[1].multiply(-1).at[2, 0].set(jnp.nan).at[3, 0].multiply(2**-9).at[4, 1].set(400)
+    w = dataclasses.replace(w, scale=scale.astype(w.scale.dtype))
+    x = jax.random.normal(jax.random.key(1), (3, 96), jnp.bfloat16)
+    options = {"implementation": "reference", "preferred_element_type": jnp.float32}
+    np.testing.assert_allclose(product(x, w), jmoe.linear(x, w, **options), rtol=1e-2, atol=1e-2)
+    assert np.isnan(product(x, w)[:, 2]).all() and not product(x, w)[:, 0].any()
