@@ -120,12 +120,20 @@ def check_static_scale(name: str, scale: Array | float) -> Array:
             checkify.check(good, f"{name} must be finite and positive")
         return scale
     try:
-        values = np.asarray(scale, np.float32)
+        with np.errstate(over="ignore"):
+            values = np.asarray(scale, np.float32)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name} must be a number or an array of them ({error})") from error
-    bad = values[~(np.isfinite(values) & (values >= _F32_TINY))]
-    if bad.size:
-        raise ValueError(f"{name} has the value {bad.flat[0]:g}, but a scale is finite and at least {_F32_TINY:g}")
+    except OverflowError as error:
+        raise ValueError(
+            f"{name} has a value beyond float32, but a scale is finite and at least {_F32_TINY:g} ({error})"
+        ) from error
+    bad = ~(np.isfinite(values) & (values >= _F32_TINY))
+    if bad.any():
+        value = float(values[bad].flat[0])
+        if value == 0 or np.isinf(value):  # in float32 only, perhaps
+            value = float(np.asarray(scale)[bad].flat[0])
+        raise ValueError(f"{name} has the value {value:g}, but a scale is finite and at least {_F32_TINY:g}")
     return jnp.asarray(scale, jnp.float32)
 
 

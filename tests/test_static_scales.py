@@ -103,6 +103,16 @@ def test_a05_a_zero_tiny_or_non_finite_scale_is_refused(scheme, value):
             jax.jit(lambda x, known=known: quantize(x, scheme, scale=known))(x)
 
 
+@pytest.mark.parametrize(
+    "value, shown",
+    [(1e-50, "the value 1e-50"), (1e300, r"the value 1e\+300"), (10**400, "a value beyond float32")],
+    ids=["low", "high", "int"],
+)
+def test_a_scale_that_float32_has_not_is_named_as_it_was_given(value, shown):
+    with pytest.raises(ValueError, match=rf"scale has {shown}, but a scale is finite and at least"):
+        quantize(normal(2, 16), TENSOR, scale=value)
+
+
 @pytest.mark.parametrize("value", WRONG)
 def test_a05_check_finds_a_traced_scale_at_run_time(value):
     x = normal(2, 16)
