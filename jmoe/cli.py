@@ -3,7 +3,6 @@
 import contextlib
 import importlib.metadata
 import itertools
-import json
 import os
 import platform
 import re
@@ -27,6 +26,7 @@ from jmoe import checkpoint, tuning
 from jmoe.backends.activation import as_activation
 from jmoe.backends.select import IMPLEMENTATIONS, as_device, default_accumulation, select
 from jmoe.backends.spec import DeviceSpec, OpSpec, Selection
+from jmoe.checkpoint.safetensors_header import parse_json
 from jmoe.checkpoint.summary import ModuleSummary, Summary
 from jmoe.compare import DEFAULT_RECIPES, ReasonedTable, read_tokens, split_recipes
 from jmoe.compare import compare as run_comparison
@@ -47,6 +47,8 @@ _WIDTH = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120
 # What is printed holds paths and names, in which brackets and colons are just that.
 console = Console(width=_WIDTH, markup=False, emoji=False, highlight=False)
 
+# Extents that arrays have.
+_MOST = 2**31 - 1
 _RECIPES_HELP = f"e.g. fp8_block,int4:group=64; default: {','.join(DEFAULT_RECIPES)}."
 _DeviceOption = Annotated[str | None, typer.Option("--device", help="A known device such as h100; default: this one.")]
 
@@ -204,7 +206,8 @@ def _calibration(source: Path, text: Path) -> np.ndarray:
     with checkpoint.open(source) as opened:
         vocabulary = opened.text_config.get("vocab_size")
     if type(vocabulary) is not int:
-        raise ValueError(f"{source}: config.json has no vocab_size, which --calibrate needs")
+        given = "no vocab_size" if vocabulary is None else f"vocab_size {vocabulary!r}"
+        raise ValueError(f"{source}: config.json has {given}, but --calibrate takes a model with a number of tokens")
     return read_tokens(text, vocabulary)
 
 
@@ -219,12 +222,10 @@ def _byte_count(text: str) -> int:
 
 
 def _input_scales(path: Path) -> dict[str, float]:
-    try:
-        scales = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"--input-scales {path} is no JSON: {error}") from error
-    if not isinstance(scales, dict) or not all(type(scale) in (int, float) for scale in scales.values()):
-        raise ValueError(f"--input-scales {path} must hold an object of modules and their scales")
+    scales = parse_json(f"--input-scales {path}: it", path.read_bytes())
+    for module, scale in scales.items():
+        if type(scale) not in (int, float):
+            raise ValueError(f"--input-scales {path} has {scale!r} for {module!r}, expected a number")
     return scales
 
 
@@ -232,12 +233,14 @@ def _input_scales(path: Path) -> dict[str, float]:
 def explain_command(
     op: Annotated[str, typer.Option(help="moe, batched_experts or linear.")] = "moe",
     recipe: Annotated[str, typer.Option(help="fp8_block, int4:group=32, ...; all: a line each.")] = "fp8_block",
-    tokens: Annotated[int, typer.Option(min=0, help="Rows of x (an expert's rows for batched_experts).")] = 64,
-    hidden: Annotated[int, typer.Option(min=1, help="H, or K of a linear.")] = 4096,
-    intermediate: Annotated[int, typer.Option(min=1, help="I of an expert.")] = 2048,
-    features: Annotated[int | None, typer.Option(min=1, help="N of a linear; default: hidden.")] = None,
-    experts: Annotated[int, typer.Option(min=1, help="E.")] = 8,
-    top_k: Annotated[int, typer.Option(min=1, help="k, slots a token.")] = 2,
+    tokens: Annotated[
+        int, typer.Option(min=0, max=_MOST, help="Rows of x (an expert's rows for batched_experts).")
+    ] = 64,
+    hidden: Annotated[int, typer.Option(min=1, max=_MOST, help="H, or K of a linear.")] = 4096,
+    intermediate: Annotated[int, typer.Option(min=1, max=_MOST, help="I of an expert.")] = 2048,
+    features: Annotated[int | None, typer.Option(min=1, max=_MOST, help="N of a linear; default: hidden.")] = None,
+    experts: Annotated[int, typer.Option(min=1, max=_MOST, help="E.")] = 8,
+    top_k: Annotated[int, typer.Option(min=1, max=_MOST, help="k, slots a token.")] = 2,
     activation: Annotated[
         str | None, typer.Option(help="e.g. silu, gelu_tanh, swigluoai; with --no-gated also relu2.")
     ] = None,
@@ -364,16 +367,19 @@ def _recipe_table(op: OpSpec, device: DeviceSpec, implementation: str | None) ->
 def inspect(
     path: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A folder with config.json and safetensors.")],
     device: _DeviceOption = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens a step that the choices are made for.")] = 64,
+    tokens: Annotated[int, typer.Option(min=1, max=_MOST, help="Tokens a step that the choices are made for.")] = 64,
     modules: Annotated[bool, typer.Option("--modules", help="A line a module instead of one a kind.")] = False,
 ) -> None:
     """Shows what is in a checkpoint, whether it fits a device, and what would run where and why."""
     spec = _device(device)
     with checkpoint.open(path) as opened:
         summary = opened.summary()
-        top_k = int(opened.text_config.get("num_experts_per_tok") or 1)
+        top_k = opened.text_config.get("num_experts_per_tok")
         scales = opened.input_scales()
         beyond = opened.rows_beyond()
+    top_k = 1 if top_k is None else top_k
+    if type(top_k) is not int or not 1 <= top_k <= _MOST:
+        raise ValueError(f"{path}: config.json has num_experts_per_tok {top_k!r}, expected an integer of at least 1")
     model = summary.model_type or "unknown model type"
     console.print(
         f"{path}: {model}, quantization method {summary.method}, {summary.parameters / 1e6:,.2f} M parameters, "
@@ -528,7 +534,10 @@ def tune_command(
     how = [as_recipe(name) for name in split_recipes(recipes)]
     ops = command.operations_to_tune(models or [], moe or [], linear or [], how, tokens, part)
     if dry:
-        console.print(command.candidate_table(ops, _device(device), candidates))
+        spec = _device(device)
+        if spec.platform == "cpu":
+            raise ValueError(f"--dry shows tiles of a GPU, and this is {spec.describe()}; --device names one, as h100")
+        console.print(command.candidate_table(ops, spec, candidates))
         return
     _device(None)
     with _progress() as progress:

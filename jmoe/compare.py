@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import time
+import tokenize
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +28,9 @@ from jmoe import checkpoint
 from jmoe.arguments import COMPUTE_DTYPES, float_dtype
 from jmoe.backends.select import IMPLEMENTATIONS, current_device
 from jmoe.backends.spec import DeviceSpec
+from jmoe.checkpoint.load import decoder_config
 from jmoe.config import config
-from jmoe.models import Decoder, DecoderConfig, evaluate
+from jmoe.models import Decoder, evaluate
 from jmoe.nn import calibrate, quantize_model
 from jmoe.nn.rules import Rules
 from jmoe.ops.explain import Explanation, explain
@@ -268,10 +270,7 @@ def _shown(path: Path | str) -> str:
 
 def _vocab_size(opened: checkpoint.Checkpoint) -> int:
     """Tokens of the model, whose configuration must be one that ``jmoe.models`` has a decoder for."""
-    try:
-        return DecoderConfig.from_hf(opened.text_config).vocab_size
-    except ValueError as error:
-        raise ValueError(f"{opened.path}: {error}") from error
+    return decoder_config(opened).vocab_size
 
 
 def _with_baseline(recipes: Sequence[Recipe | str]) -> list[Recipe]:
@@ -316,11 +315,12 @@ def split_recipes(text: str) -> list[str]:
 def read_tokens(path: Path, vocab_size: int) -> np.ndarray:
     """Token ids (n,) from a file: bytes for a vocabulary of 256, a ``.npy`` of integers for any."""
     if path.suffix == ".npy":
-        with path.open("rb") as file:
-            try:
-                tokens = np.lib.format.read_array(file, allow_pickle=False)
-            except ValueError as error:
-                raise ValueError(f"{path} is not an array of token ids: {error}") from error
+        # Mapped, so that no header makes memory of a size that the file does not have; the last two are for headers
+        # that NumPy's parser of Python literals chokes on.
+        try:
+            tokens: np.ndarray = np.lib.format.open_memmap(path, mode="r")
+        except (ValueError, OverflowError, RecursionError, MemoryError, tokenize.TokenError) as error:
+            raise ValueError(f"{path} is not an array of token ids: {error}") from error
         if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
             raise ValueError(f"{path} holds {tokens.dtype} of shape {tokens.shape}, but token ids are integers (n,)")
     elif vocab_size == 256:

@@ -202,9 +202,19 @@ def test_quantize_refuses_bad_input_before_it_writes(tmp_path, shared):
     quantized = shared / "fixtures" / "tiny-moe" / "fp8_block_qwen3"
     assert refuses(source=quantized).startswith(f"{quantized}: is quantized already (quant_method 'fp8')")
     scales = tmp_path / "scales.json"
-    for text, reason in (("[", "is no JSON: "), ('{"a": "1"}', "must hold an object of modules and their scales")):
+    for text, reason in (
+        ("[", "it is not valid JSON: "),
+        ("[" * 100_000, "it is JSON nested too deeply to be read"),
+        ("[]", "it is a JSON list, expected an object"),
+        ('{"a": 1, "a": 2}', "it is not valid JSON: key 'a' occurs twice"),
+        ('{"a": "1"}', "has '1' for 'a', expected a number"),
+    ):
         scales.write_text(text)
-        assert refuses("--input-scales", scales, recipe="nvfp4").startswith(f"--input-scales {scales} {reason}")
+        assert (
+            refuses("--input-scales", scales, recipe="nvfp4")
+            .replace(f"{scales}:", f"{scales}")
+            .startswith(f"--input-scales {scales} {reason}")
+        )
     message = fails("quantize", TINY, TINY, "--recipe", "int8")
     assert message == f"dst={str(TINY)!r} exists and is not empty; it must be a new or an empty folder"
 
@@ -246,21 +256,21 @@ class TestBadCheckpoints:
 
 def test_a_model_that_compare_has_no_decoder_for(tmp_path):
     path = checkpoint(tmp_path / "dbrx", model_type="dbrx")
-    message = f"{path}: config has model_type='dbrx', but this decoder is for "
+    message = f"{path / 'config.json'}: config has model_type='dbrx', but this decoder is for "
     assert fails("compare", path, "--text", HELDOUT).startswith(message)
     assert "dbrx, quantization method none" in succeeds("inspect", path)
 
 
 def test_a_configuration_without_a_vocabulary(tmp_path):
     path = checkpoint(tmp_path / "novocab", vocab_size=None)
-    expected = f"{path}: config has no vocab_size, which a qwen3_moe model needs"
+    expected = f"{path / 'config.json'}: config has no vocab_size, which a qwen3_moe model needs"
     assert fails("compare", path, "--text", HELDOUT) == expected
 
 
 def test_more_experts_a_token_than_there_are(tmp_path):
     path = checkpoint(tmp_path / "nine", num_experts_per_tok=9)
     message = fails("compare", path, "--text", HELDOUT, "--windows", 1)
-    assert message == f"{path}: num_experts_per_tok=9 is more than num_experts=8"
+    assert message == f"{path / 'config.json'}: num_experts_per_tok=9 is more than num_experts=8"
     assert fails("explain", "--top-k", 9) == "--top-k 9 is more than --experts 8"
 
 
@@ -502,6 +512,20 @@ def test_what_runs_only_where_it_is_asked_for():
 )
 def test_bad_values_of_explain(arguments, message):
     assert fails("explain", *arguments).startswith(message)
+
+
+def test_extents_that_no_array_has():
+    for option in ("--hidden", "--intermediate", "--experts", "--features", "--tokens"):
+        run = jmoe("explain", option, 2**31)
+        assert run.code == 2
+        assert f"Invalid value for '{option}': Input should be less than or equal to 2147483647" in run.err
+
+
+@pytest.mark.parametrize("value", ["two", [2], -3, 0, 2.5, True])
+def test_inspect_names_a_number_of_experts_a_token_that_is_none(tmp_path, value):
+    path = checkpoint(tmp_path / "wrong", num_experts_per_tok=value)
+    expected = f"{path}: config.json has num_experts_per_tok {value!r}, expected an integer of at least 1"
+    assert fails("inspect", path) == expected
 
 
 def test_relu2_is_served_ungated():

@@ -78,7 +78,7 @@ def test_bytes_and_arrays_are_token_ids(tmp_path):
         (np.array([True]), r"holds bool of shape \(1,\)"),
         (np.array([0, 256]), "has token ids from 0 to 256, but the model has 256 tokens"),
         (np.array([-1, 5]), "has token ids from -1 to 5, but the model has 256 tokens"),
-        (np.array([{}], object), "is not an array of token ids: Object arrays cannot be loaded"),
+        (np.array([{}], object), "is not an array of token ids: Array can't be memory-mapped: Python objects"),
     ],
 )
 def test_arrays_that_are_no_token_ids(tmp_path, array, message):
@@ -88,7 +88,17 @@ def test_arrays_that_are_no_token_ids(tmp_path, array, message):
         read_tokens(path, 256)
 
 
-@pytest.mark.parametrize("content", [b"", b"no array at all", b"PK\x03\x04"])
+def header(text):
+    return b"\x93NUMPY\x01\x00\x76\x00" + text.ljust(117) + b"\n"
+
+
+HUGE = header(b"{'descr': '|i1', 'fortran_order': False, 'shape': (9000000000000,), }")
+NEGATIVE = header(b"{'descr': '|i1', 'fortran_order': False, 'shape': (-5,), }")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"no array at all", b"PK\x03\x04", HUGE, NEGATIVE, header(b"(" * 100), header(b"-" * 117)]
+)
 def test_a_file_that_is_no_array(tmp_path, content):
     path = tmp_path / "ids.npy"
     path.write_bytes(content)

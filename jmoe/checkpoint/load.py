@@ -20,7 +20,7 @@ from jmoe.checkpoint.methods import CheckpointError
 from jmoe.checkpoint.methods.base import where
 from jmoe.checkpoint.placement import Device, Placement, place_array
 from jmoe.checkpoint.progress import Progress, advancing
-from jmoe.checkpoint.reader import CONFIG_FILE, Checkpoint
+from jmoe.checkpoint.reader import CONFIG_FILE, EXPERT_COUNTS, Checkpoint
 from jmoe.checkpoint.weights import (
     host_tensor,
     load_bias,
@@ -42,6 +42,10 @@ from jmoe.sharding import AxisName
 
 # Tensors that files carry and the model makes itself.
 _COMPUTED = re.compile(r"(.+\.)?rotary_emb\.inv_freq")
+
+_NUMBERED = re.compile(r"\b(layers|experts)\.([0-9]+)\b")
+# Layers or experts of a model of which no tensor is there; what it lacks is named then.
+_MOST_WITHOUT_TENSORS = 1024
 
 
 def load_model(
@@ -210,6 +214,31 @@ def _is_static(weight: QTensor | Array) -> bool:
     return isinstance(weight, QTensor) and weight.input_scheme is not None and weight.input_scheme.static
 
 
+def decoder_config(checkpoint: Checkpoint) -> DecoderConfig:
+    """The configuration of a checkpoint's model, none of more layers or experts than there are tensors of.
+
+    Raises:
+      CheckpointError: no model of that kind, a value that it does not have, or such a number.
+    """
+    file = checkpoint.path / CONFIG_FILE
+    settings = checkpoint.text_config
+    # Before a model is made, which takes time and memory for each of them.
+    numbered: dict[str, set[str]] = {"layers": set(), "experts": set()}
+    for module in checkpoint.leaves:
+        for what, number in _NUMBERED.findall(module):
+            numbered[what].add(number)
+    for what, keys in (("layers", ("num_hidden_layers",)), ("experts", EXPERT_COUNTS)):
+        held = len(numbered[what])
+        for key in keys:
+            count = settings.get(key)
+            if type(count) is int and count > (held or _MOST_WITHOUT_TENSORS):
+                raise CheckpointError(f"{file}: {key}={count}, but the number of {what} with tensors is {held}")
+    try:
+        return DecoderConfig.from_hf(settings)
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+
+
 def _empty_model(
     checkpoint: Checkpoint,
     dtype: jax.typing.DTypeLike,
@@ -219,10 +248,7 @@ def _empty_model(
     implementation: str | None,
 ) -> Decoder:
     """The model without memory; rules have given their recipes to its modules."""
-    try:
-        model_config = DecoderConfig.from_hf(checkpoint.text_config)
-    except ValueError as error:
-        raise CheckpointError(f"{checkpoint.path / CONFIG_FILE}: {error}") from error
+    model_config = decoder_config(checkpoint)
     return nnx.eval_shape(
         lambda: Decoder(
             model_config,

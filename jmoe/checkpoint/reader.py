@@ -30,7 +30,8 @@ CONFIG_FILE = "config.json"
 # Files that hold the quantization configuration where config.json does not, and the method where they do not say.
 _SIDE_FILES = ((modelopt.SIDE_FILE, "modelopt"), ("quantize_config.json", "gptq"), ("quant_config.json", "awq"))
 
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# What the number of experts is called in config.json.
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 _KV_SCALE = re.compile(
     r"(.+\.)?((k|v|q|kv)_scale|(k|v)_zero_point|(k|v)_proj\.(k_scale|v_scale|output_scale)|prob_output_scale"
@@ -165,7 +166,7 @@ class Checkpoint(ClosedOnExit):
                 + (f"there are some below {known}" if known else "there are none at all")
             )
         found = experts_of(str(self.path), prefix, self._experts[prefix])
-        for key in _EXPERT_COUNTS:
+        for key in EXPERT_COUNTS:
             count = self.text_config.get(key)
             if type(count) is int and count != found.count:
                 raise CheckpointError(

@@ -307,6 +307,14 @@ def test_many_missing_tensors_are_counted(write_checkpoint):
     assert f"and {len(SHAPES) - 1 - 3} more, which the model has" in message
 
 
+@pytest.mark.parametrize(
+    "key, held", [("num_hidden_layers", "layers with tensors is 1"), ("num_experts", "experts with tensors is 2")]
+)
+def test_numbers_that_no_tensors_are_of_are_refused_before_a_model_is_made(write_checkpoint, key, held):
+    message = refusal(write_checkpoint, small(), SMALL | {key: 10**9})
+    assert message.endswith(f"config.json: {key}=1000000000, but the number of {held}")
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_shape_other_than_the_configurations_is_named_before_anything_is_read(write_checkpoint, monkeypatch, name):
     monkeypatch.setattr(checkpoint.Checkpoint, "read", None)

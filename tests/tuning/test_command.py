@@ -42,6 +42,7 @@ def test_operations_of_models_and_of_shapes():
         (["--model", "dsv3", "--tokens", "1,,8"], "--tokens '1,,8' must be some positive numbers with ',' between"),
         (["--model", "dsv3", "--part", "moe"], "--part 'moe' must be experts, linears or all"),
         (["--model", "dsv3", "--device", "h100"], "--device h100 goes with --dry"),
+        (["--model", "dsv3", "--dry"], "--dry shows tiles of a GPU, and this is cpu"),
         (["--model", "dsv3"], "tiles are measured on an NVIDIA GPU, and this is cpu"),
     ],
 )
