@@ -93,6 +93,12 @@ def group_experts(modules: Iterable[str]) -> dict[str, dict[int, set[str]]]:
     return found
 
 
+def family_of(found: Mapping[int, set[str]]) -> ExpertNames | None:
+    """The family whose projections are all among those of the experts of a layer; None if there is none."""
+    everything = set().union(*found.values())
+    return next((family for family in FAMILIES if set(family.projections) <= everything), None)
+
+
 def experts_of(where: str, prefix: str, found: Mapping[int, set[str]]) -> Experts:
     """The experts below a prefix, every one with the same projections and none missing.
 
@@ -105,7 +111,7 @@ def experts_of(where: str, prefix: str, found: Mapping[int, set[str]]) -> Expert
       CheckpointError: a projection or an expert is missing, or the names are of no known family.
     """
     everything = set().union(*found.values())
-    names = next((family for family in FAMILIES if set(family.projections) <= everything), None)
+    names = family_of(found)
     if names is None:
         known = "; ".join(", ".join(family.projections) for family in FAMILIES)
         raise CheckpointError(

@@ -20,9 +20,9 @@ from jmoe.arguments import check_type
 from jmoe.checkpoint import reader
 from jmoe.checkpoint.calibrate import Measured, measure
 from jmoe.checkpoint.encode import Form, form_of
-from jmoe.checkpoint.experts import expert_prefix
+from jmoe.checkpoint.experts import expert_prefix, family_of, group_experts
 from jmoe.checkpoint.methods import CheckpointError
-from jmoe.checkpoint.methods.base import FLOAT_DTYPES, require_matrix, where
+from jmoe.checkpoint.methods.base import require_matrix, where
 from jmoe.checkpoint.progress import Progress, advancing
 from jmoe.checkpoint.reader import CONFIG_FILE, Checkpoint
 from jmoe.checkpoint.safetensors_header import PICKLE_SUFFIXES, TensorInfo, checked_nbytes
@@ -132,8 +132,9 @@ def quantize_checkpoint(
       What was written.
 
     Raises:
-      CheckpointError: ``src`` is quantized already, has nothing to quantize, experts stacked in one tensor, a weight
-        whose shape the format cannot hold or with an element that is not finite, or as ``open`` raises.
+      CheckpointError: ``src`` is quantized already, has nothing to quantize, experts stacked in one tensor or not all
+        there, a weight of another dtype, of a shape that the format cannot hold or with an element that is not finite,
+        or as ``open`` raises.
       ValueError: a recipe that is unknown, or that no checkpoint format can say; a pattern that no module matches or
         that tears projections apart which engines fuse; an activation scale that is missing, unknown or no positive
         number; a calibration that is of no use, too short or of ids that the model has not; a ``dst`` that exists and
@@ -219,9 +220,10 @@ def _choose_modules(
                 f"{where(checkpoint.tensors[stacked[0]])} holds all experts of a layer, expected tensors of each expert"
             )
         info = checkpoint.tensors[leaves["weight"]] if "weight" in leaves else None
-        if info is None or len(info.shape) != 2 or info.dtype not in FLOAT_DTYPES:
+        if info is None or len(info.shape) != 2:
             named.update([module] if stacked else [])
         elif _is_layer_linear(module) and module not in by_entry:
+            checkpoint.recipe_for(module)  # raises where its dtype is none of an unquantized weight
             chosen[module] = info
         else:
             left.append(module)
@@ -229,7 +231,7 @@ def _choose_modules(
     if not chosen:
         besides = f" beside what ignore={list(ignore)!r} leaves alone" if ignore else ""
         raise CheckpointError(f"{checkpoint.path}: has no linear layer to quantize{besides}")
-    _check_whole(chosen, by_entry)
+    _check_whole(checkpoint, chosen, by_entry)
     return chosen, left, sorted(named)
 
 
@@ -279,8 +281,14 @@ def _fused_with(module: str) -> tuple[str, ...]:
     return next((tuple(f"{parent}{dot}{name}" for name in names) for names in _FUSED if last in names), (module,))
 
 
-def _check_whole(chosen: Mapping[str, TensorInfo], by_entry: Mapping[str, str]) -> None:
-    """What engines make one layer of is quantized throughout or not at all."""
+def _check_whole(checkpoint: Checkpoint, chosen: Mapping[str, TensorInfo], by_entry: Mapping[str, str]) -> None:
+    """What engines make one layer of is whole, and quantized throughout or not at all."""
+    for layer, found in group_experts(chosen).items():
+        if family_of(found) is not None:
+            checkpoint.experts(layer)
+    for other in itertools.chain.from_iterable(map(_fused_with, chosen)):
+        if other not in chosen and other not in by_entry and "weight" in checkpoint.leaves.get(other, ()):
+            require_matrix(checkpoint.tensors[checkpoint.leaves[other]["weight"]])
     experts = {prefix: module for module in chosen if (prefix := expert_prefix(module)) is not None}
     for module, entry in by_entry.items():
         if not _is_layer_linear(module):

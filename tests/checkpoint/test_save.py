@@ -422,6 +422,24 @@ def test_j05_patterns_that_tear_apart_what_engines_fuse_are_refused(tmp_path):
         )
 
 
+def test_layers_that_are_not_whole_are_refused(tmp_path):
+    up = f"{EXPERTS}.1.up_proj.weight"
+    for i, (name, tensor, reason) in enumerate(
+        [
+            (up, None, f"IN: {EXPERTS}.1.up_proj is missing, though other experts have it"),
+            (up, np.ones((256, 128), np.int16), f"IN/model.safetensors: tensor {up!r} has dtype I16, but"),
+            (
+                f"{ATTENTION}.q_proj.weight",
+                normal(256 * 128),
+                f"IN/model.safetensors: tensor '{ATTENTION}.q_proj.weight' has shape (32768,), expected the two axes",
+            ),
+        ]
+    ):
+        (tmp_path / str(i)).mkdir()
+        tensors = {key: value for key, value in (small() | {name: tensor}).items() if value is not None}
+        assert refusal(tmp_path / str(i), tensors, "int8", kind=checkpoint.CheckpointError).startswith(reason)
+
+
 def test_files_are_no_larger_than_asked_for_and_listed_in_an_index(tmp_path):
     report = checkpoint.quantize_checkpoint(
         source(tmp_path / "in", small()), tmp_path / "out", "fp8_block", shard_size=60_000
