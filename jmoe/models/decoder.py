@@ -1,6 +1,7 @@
 """``Decoder``: a decoder with experts on jmoe's modules, so that a whole checkpoint can be judged."""
 
 import functools
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array, lax
+from jax.sharding import AxisType
 
 from jmoe.arguments import COMPUTE_DTYPES, as_array, check_type, float_dtype
 from jmoe.backends.select import current_device
@@ -18,6 +20,7 @@ from jmoe.models.config import DecoderConfig
 from jmoe.models.rope import rotate
 from jmoe.nn import FusedMoE, KVCache, Linear
 from jmoe.nn.options import extent
+from jmoe.nn.param import split_axes
 from jmoe.nn.rules import Rules as Rules
 from jmoe.nn.rules import check_rules, decide, decide_all, first_match
 from jmoe.scheme import Recipe
@@ -119,6 +122,8 @@ class Attention(nnx.Module):
         self.k_proj = linear("k_proj", config.hidden_size, kv)
         self.v_proj = linear("v_proj", config.hidden_size, kv)
         self.o_proj = linear("o_proj", q, config.hidden_size)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            _check_heads(name, getattr(self, name), config.num_key_value_heads)
         self.q_norm = self.k_norm = self.sinks = nnx.data(None)
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, param_dtype=param_dtype)
@@ -458,6 +463,19 @@ def _moe_places(module: FusedMoE, path: str, layer: str, names: MoENames) -> dic
             if getattr(module, bias) is not None:
                 places[f"{layer}.experts.{e}.{projection}.bias"] = Place(path, bias, index)
     return places
+
+
+def _check_heads(name: str, module: Linear, heads: int) -> None:
+    """Raises where devices along explicit mesh axes would hold parts of a key and value head, or of its queries."""
+    mesh = jax.sharding.get_abstract_mesh()
+    out, _ = split_axes(module.weight, 2)
+    explicit = [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit]
+    count = math.prod(mesh.shape[axis] for axis in out if axis in explicit)
+    if heads % count:
+        raise ValueError(
+            f"sharding splits {name} over {count} devices along {', '.join(out)}, but they must divide the {heads} key "
+            "and value heads, except on axes of AxisType.Auto"
+        )
 
 
 def _checked_sharding(sharding: ShardingRules) -> list[str]:

@@ -180,6 +180,13 @@ def test_a_model_on_a_mesh_computes_what_it_does_on_one_device(source, kind):
         np.testing.assert_allclose(logits(model, TOKENS), logits(plain, TOKENS), rtol=1e-4, atol=1e-4)
 
 
+def test_devices_that_do_not_divide_the_heads_are_refused_before_anything_is_read():
+    on = {"mesh": mesh(AxisType.Explicit, (4,), ("model",)), "sharding": [(r".*\.k_proj", ("model", None))]}
+    says = "sharding splits k_proj over 4 devices along model, but they must divide the 2 key and value heads"
+    with pytest.raises(ValueError, match=says):
+        checkpoint.load_model(TINY, **on)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_rules_quantize_on_the_mesh_as_elsewhere(kind):
     on = {"mesh": mesh(kind), "sharding": RULES[:1]}
