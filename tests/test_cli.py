@@ -34,8 +34,8 @@ class Run:
 def jmoe(*arguments: object, width: int = 80) -> Run:
     """Runs the command in this process, its tables folded into ``width`` columns."""
     out, err = io.StringIO(), io.StringIO()
-    cli.console.width = width
     with (
+        mock.patch.object(cli.console, "_width", width),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         mock.patch.object(sys, "argv", ["jmoe", *map(str, arguments)]),

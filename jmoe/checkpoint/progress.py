@@ -18,6 +18,8 @@ Progress = Callable[[int, int], None]
 @contextlib.contextmanager
 def advancing(name: str, total: int, progress: Progress | None) -> Iterator[Callable[[int], None]]:
     """A function that counts bytes and tells ``progress`` of them, or else a bar of its own, under that name."""
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress={progress!r} must be a function of bytes done and bytes in all, or None")
     with contextlib.nullcontext(progress) if progress is not None else _bar(name, total) as tell:
         done = 0
 

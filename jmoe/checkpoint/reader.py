@@ -185,7 +185,9 @@ class Checkpoint(ClosedOnExit):
         return self.method.read_shape(self, module)
 
     def has_weight(self, module: str) -> bool:
-        """Whether a module has a weight, or what only quantized weights have."""
+        """Whether a module has a weight, or what only quantized weights have; tensors without a module are none."""
+        if not module:
+            return False
         leaves = self.leaves.get(module, {})
         return "weight" in leaves or self.method.is_quantized(leaves)
 

@@ -237,6 +237,11 @@ def test_a_dtype_that_nothing_is_computed_in_is_refused():
         checkpoint.load_model(BF16, dtype=jnp.int8)
 
 
+def test_progress_that_cannot_be_called_is_refused(write_checkpoint):
+    with pytest.raises(TypeError, match="progress=3 must be a function of bytes done and bytes in all"):
+        checkpoint.load_model(write_checkpoint(small(), SMALL), progress=3)
+
+
 def test_an_open_checkpoint_is_taken_and_stays_open(write_checkpoint):
     with checkpoint.open(write_checkpoint(small(), SMALL)) as opened:
         checkpoint.load_model(opened)

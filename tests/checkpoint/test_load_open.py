@@ -267,6 +267,12 @@ def test_the_account_of_the_tiny_checkpoint_is_complete_and_reads_no_data(monkey
     assert summary.unquantized == summary.modules and list(summary.by_recipe()) == ["bf16"]
 
 
+def test_a_tensor_without_a_module_is_in_the_account(write_checkpoint):
+    with checkpoint.open(write_checkpoint({"weight": np.ones((2, 3), np.float32)})) as opened:
+        [module] = opened.summary().modules
+    assert (module.name, module.kind, module.recipe, module.shape, module.nbytes) == ("", "other", None, (2, 3), 24)
+
+
 def test_the_account_of_an_fp8_checkpoint_tells_what_remains_unquantized(shared):
     summary = checkpoint.open(shared / "fixtures" / "tiny-moe" / "fp8_block_qwen3").summary()
     groups = summary.by_recipe()
