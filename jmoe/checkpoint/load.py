@@ -29,6 +29,7 @@ from jmoe.checkpoint.weights import (
     load_experts,
     load_input_scale,
     load_linear,
+    where_weight,
 )
 from jmoe.config import config
 from jmoe.models import Decoder, DecoderConfig
@@ -295,9 +296,8 @@ def _check_shapes(checkpoint: Checkpoint, places: dict[str, Place], modules: dic
         shape = checkpoint.shape_for(module) if leaf == "weight" else checkpoint.tensors[name].shape
         expected = _shape_in_model(modules[place.path], place.name)[len(place.index) :]
         if shape != expected:
-            stored = name if name in checkpoint.tensors else next(iter(checkpoint.leaves[module].values()))
-            info = checkpoint.tensors[stored]
-            raise CheckpointError(f"{where(info)} has shape {shape}, expected {expected} as {CONFIG_FILE} says")
+            at = where_weight(checkpoint, module) if leaf == "weight" else where(checkpoint.tensors[name])
+            raise CheckpointError(f"{at} has shape {shape}, expected {expected} as {CONFIG_FILE} says")
 
 
 def _shape_in_model(module: nnx.Module, name: str) -> tuple[int, ...]:

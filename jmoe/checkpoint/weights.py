@@ -171,7 +171,7 @@ def load_experts(
     up, down = (experts.module(0, projection) for projection in (experts.names.up, experts.names.down))
     if checkpoint.shape_for(down) != checkpoint.shape_for(up)[::-1]:
         raise CheckpointError(
-            f"{_where(checkpoint, down)} has shape {checkpoint.shape_for(down)}, expected "
+            f"{where_weight(checkpoint, down)} has shape {checkpoint.shape_for(down)}, expected "
             f"{checkpoint.shape_for(up)[::-1]} to match {up!r} of shape {checkpoint.shape_for(up)}"
         )
     over, intermediate, hidden = placement.axes
@@ -338,8 +338,8 @@ class _Source:
         weight = self.checkpoint.method.load_weight(self.checkpoint, module)
         if weight.ndim != 2:
             raise CheckpointError(
-                f"{_where(self.checkpoint, module)} has shape {weight.shape}, expected the two axes (N, K) of a linear "
-                "layer"
+                f"{where_weight(self.checkpoint, module)} has shape {weight.shape}, expected the two axes (N, K) of a "
+                "linear layer"
             )
         if self._weight_only and isinstance(weight, QTensor):
             return weight.with_input_scheme(None)
@@ -448,7 +448,7 @@ def _check_same_stack(
     _check_alike(checkpoint, [first_module, module], [first, weight])
     if _parts_of(weight) != _parts_of(first):
         raise CheckpointError(
-            f"{_where(checkpoint, module)} loads as {_parts_of(weight)}, expected {_parts_of(first)} as for "
+            f"{where_weight(checkpoint, module)} loads as {_parts_of(weight)}, expected {_parts_of(first)} as for "
             f"{first_module!r}"
         )
 
@@ -468,7 +468,7 @@ def _check_alike(checkpoint: Checkpoint, modules: Sequence[str], weights: Sequen
             )
         if weight.shape[-1] != first.shape[-1]:
             raise CheckpointError(
-                f"{_where(checkpoint, module)} has K = {weight.shape[-1]}, expected "
+                f"{where_weight(checkpoint, module)} has K = {weight.shape[-1]}, expected "
                 f"{first.shape[-1]} as {modules[0]!r} has"
             )
 
@@ -482,10 +482,12 @@ def _check_same_length(checkpoint: Checkpoint, modules: Sequence[str], biases: S
             )
 
 
-def _where(checkpoint: Checkpoint, module: str) -> str:
-    """File and tensor of a module's weight, as errors begin; codes that are not called weight come first in it."""
+def where_weight(checkpoint: Checkpoint, module: str) -> str:
+    """File and tensor of a module's weight, as errors begin; codes, whatever their name, have the most bytes in it."""
     leaves = checkpoint.leaves[module]
-    return where(checkpoint.tensors[leaves["weight"] if "weight" in leaves else next(iter(leaves.values()))])
+    if "weight" in leaves:
+        return where(checkpoint.tensors[leaves["weight"]])
+    return where(max((checkpoint.tensors[name] for name in leaves.values()), key=lambda info: info.nbytes))
 
 
 def _format(weight: Any) -> str:

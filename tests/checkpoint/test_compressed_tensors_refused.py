@@ -5,6 +5,7 @@ import pytest
 
 from jmoe import checkpoint
 from tests.checkpoint.test_compressed_tensors import (
+    E4M3,
     FP8,
     INT4,
     INT8,
@@ -262,3 +263,23 @@ def test_tensors_that_contradict_the_configuration_or_each_other(write_checkpoin
         checkpoint.load_linear(files, "a")
     message = str(caught.value)
     assert says in message and "model.safetensors: tensor 'a." in message and "\n" not in message
+
+
+def test_packed_scales_of_another_grid_are_refused_by_the_account_of_a_checkpoint(write_checkpoint):
+    tensors = placed(NIBBLES | {"weight_scale": np.ones((1, 2), np.float32)}, "a")
+    with (
+        opened(write_checkpoint, tensors, config(INT4)) as files,
+        pytest.raises(checkpoint.CheckpointError, match=r"'a.weight_scale' has shape \(1, 2\), expected \(1, 1\)"),
+    ):
+        files.summary()
+
+
+def test_a_weight_of_another_shape_is_named_by_its_codes(write_checkpoint):
+    wide = nvfp4_tensors() | {"weight_packed": np.ones((2, 16), np.uint8), "weight_scale": np.ones((2, 2), E4M3)}
+    tensors = placed(nvfp4_tensors(), "a") | placed(wide, "b")
+    settings = config(NVFP4, NVFP4 | {"dynamic": "local"})
+    with (
+        opened(write_checkpoint, tensors, settings) as files,
+        pytest.raises(checkpoint.CheckpointError, match=r"tensor 'b.weight_packed' has K = 32, expected 16 as 'a' has"),
+    ):
+        checkpoint.load_linear(files, ["a", "b"])

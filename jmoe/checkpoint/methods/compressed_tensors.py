@@ -150,7 +150,9 @@ class CompressedTensors(Method):
         found = self._module(module, present)
         if found is None or found.layout != "packed":
             return self.shape_for(module, present)
-        return _packed_shape(tensors, found)
+        shape = _packed_shape(tensors, found)
+        _require_grid(found.present["weight_scale"], found, shape)
+        return shape
 
     def load_weight(self, tensors: Tensors, module: str) -> HostWeight:
         found = self._module(module, present_leaves(tensors.tensors, module, self.leaves))
