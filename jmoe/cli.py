@@ -6,8 +6,10 @@ import itertools
 import os
 import platform
 import re
+import signal
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,6 +57,9 @@ _DeviceOption = Annotated[str | None, typer.Option("--device", help="A known dev
 
 def main() -> None:
     """Runs the command line; bad input ends in one sentence and exit code 1, wrong usage in 2."""
+    if threading.current_thread() is threading.main_thread():
+        # So that what is half written is taken away, as after an interrupt.
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         app(prog_name="jmoe")
     except ExceptionGroup as group:

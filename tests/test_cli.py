@@ -5,6 +5,7 @@ import io
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -335,6 +336,16 @@ def test_a_folder_for_results_is_tried_before_anything_is_computed(tmp_path, mon
     with mock.patch("tempfile.TemporaryFile", side_effect=PermissionError(13, "Permission denied", "there")):
         message = fails("compare", TINY, "--text", HELDOUT, "--out", tmp_path)
     assert message == f"--out {tmp_path} cannot be written to: Permission denied (there)"
+
+
+def test_a_command_that_is_terminated_leaves_nothing_behind(tmp_path, monkeypatch):
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(cli, "run_comparison", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    try:
+        assert jmoe("compare", TINY, "--text", HELDOUT, "--out", tmp_path / "new").code == 128 + signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_comparison_that_fails_leaves_no_folder_behind(tmp_path):
