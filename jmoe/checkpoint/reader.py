@@ -27,6 +27,8 @@ from jmoe.scheme import Recipe
 
 CONFIG_FILE = "config.json"
 
+_MODULE = "the name of a module, such as 'model.layers.0.self_attn.o_proj'"
+
 # Files that hold the quantization configuration where config.json does not, and the method where they do not say.
 _SIDE_FILES = ((modelopt.SIDE_FILE, "modelopt"), ("quantize_config.json", "gptq"), ("quant_config.json", "awq"))
 
@@ -176,10 +178,12 @@ class Checkpoint(ClosedOnExit):
 
     def recipe_for(self, module: str) -> Recipe:
         """The recipe of a module; no data is read. Raises as `Method.recipe_for` does."""
+        check_type("module", module, str, _MODULE)
         return self.method.recipe_for(module, present_leaves(self.tensors, module, self.method.leaves))
 
     def shape_for(self, module: str) -> tuple[int, ...]:
         """The logical shape of a module's weight; no weight is read. Raises as `Method.recipe_for` does."""
+        check_type("module", module, str, _MODULE)
         present = present_leaves(self.tensors, module, self.method.leaves)
         self.method.recipe_for(module, present)
         return self.method.read_shape(self, module)

@@ -267,6 +267,14 @@ def test_the_account_of_the_tiny_checkpoint_is_complete_and_reads_no_data(monkey
     assert summary.unquantized == summary.modules and list(summary.by_recipe()) == ["bf16"]
 
 
+def test_a_module_is_asked_for_by_its_name(write_checkpoint):
+    with checkpoint.open(write_checkpoint({"a.weight": np.ones((2, 3), np.float32)})) as opened:
+        assert opened.shape_for("a") == (2, 3)
+        for ask in (opened.shape_for, opened.recipe_for):
+            with pytest.raises(TypeError, match="module=3 must be the name of a module"):
+                ask(3)
+
+
 def test_a_tensor_without_a_module_is_in_the_account(write_checkpoint):
     with checkpoint.open(write_checkpoint({"weight": np.ones((2, 3), np.float32)})) as opened:
         [module] = opened.summary().modules
