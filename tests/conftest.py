@@ -4,8 +4,6 @@ import gc
 import importlib.metadata
 import os
 import re
-import shutil
-import tempfile
 from pathlib import Path
 
 import hypothesis
@@ -37,7 +35,6 @@ def pytest_configure(config: pytest.Config) -> None:
     flags = {"xla_force_host_platform_device_count": "4"}
     if not lane(config, "aot"):  # its GPU code is what users run
         flags |= quick_compilation()
-        share_compiled_functions(config)
     if config.getoption("numprocesses", None) or "PYTEST_XDIST_WORKER" in os.environ:
         # The processes share the cores already. Workers inherit the controller's environment, so NumPy sees it too.
         flags["xla_cpu_multi_thread_eigen"] = "false"
@@ -53,17 +50,6 @@ def quick_compilation() -> dict[str, str]:
     if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones have no other emitters
         flags["xla_cpu_use_fusion_emitters"] = "false"
     return flags
-
-
-def share_compiled_functions(config: pytest.Config) -> None:
-    """Lets every process of a run, and every test of a process, take a function that one of them has compiled."""
-    if "JAX_COMPILATION_CACHE_DIR" in os.environ:  # the user's, or from the controller of this worker
-        return
-    folder = tempfile.mkdtemp(prefix="jmoe-tests-")
-    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
