@@ -4,6 +4,7 @@ import gc
 import importlib.metadata
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -61,6 +62,24 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     if jax.default_backend() != "gpu":
         pytest.fail(f"-m gpu was chosen, but JAX computes on {jax.default_backend()!r}", pytrace=False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def bounded_mappings() -> Iterator[None]:
+    """Lets go of compiled functions before they take all the memory mappings that Linux gives a process.
+
+    Each takes several, and LLVM crashes where there are no more (65530 by default).
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > _MAPPINGS:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
+
+
+_MAPPINGS = 20_000
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """``jmoe tune`` on the command line."""
 
+from unittest import mock
+
 import pytest
 from typer.testing import CliRunner
 
@@ -11,7 +13,8 @@ BLOCK = [recipe("fp8_block")]
 
 
 def run(*arguments):
-    return CliRunner().invoke(cli.app, ["tune", *arguments])
+    with mock.patch.object(cli.console, "_width", 120):
+        return CliRunner().invoke(cli.app, ["tune", *arguments])
 
 
 def test_operations_of_models_and_of_shapes():
