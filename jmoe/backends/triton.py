@@ -35,7 +35,8 @@ _CODES = ("e4m3", "int8")
 def plan(op: OpSpec, device: DeviceSpec, *, explicit: bool) -> Plan:
     """The plan on that device; ``explicit`` where the user asked for it by name.
 
-    Tiles: "tile" of a linear; "first" and "second" product of experts, and "single" where a slot is a block.
+    Tiles: "tile" of a linear; "first" and "second" product of experts, and "single" where each slot is matrices times
+    vectors (``pallas_kernels.few``).
 
     Raises:
       NotImplementedError: with the first reason why not.

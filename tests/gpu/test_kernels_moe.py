@@ -35,7 +35,7 @@ OPTIONS = {"xla_gpu_autotune_level": 0}
 RECIPES = ("bf16", "fp8_tensor", "fp8_channel", "fp8_block", "fp8_w8a16")
 
 SIZES: list[dict[str, Any]] = [
-    {"tokens": 1, "hidden": 7168, "intermediate": 256, "experts": 256, "top_k": 8},  # one token, K in parts
+    {"tokens": 1, "hidden": 7168, "intermediate": 256, "experts": 256, "top_k": 8},  # one token: matrices times vectors
     {"tokens": 8, "hidden": 2048, "intermediate": 768, "experts": 128, "top_k": 8},
     {"tokens": 1, "hidden": 512, "intermediate": 128, "experts": 512, "top_k": 10},  # H05
     {"tokens": 16, "hidden": 512, "intermediate": 128, "experts": 512, "top_k": 10},
