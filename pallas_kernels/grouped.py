@@ -91,6 +91,7 @@ class Product:
       exact: FP8 sums are promoted to float32 at least every 128 of K.
       int8: x and w are int8 codes.
       packing: of four-bit weights, None of others; then ``w_block`` says nothing.
+      stride: rows from a block's first to the next one's; None is ``block_m``.
     """
 
     tile: MatmulTile
@@ -102,6 +103,7 @@ class Product:
     exact: bool = True
     int8: bool = False
     packing: Packing | None = None
+    stride: int | None = None
 
     @property
     def cell(self) -> int | None:
@@ -171,26 +173,43 @@ def pieces(at: At, product: Product) -> tuple[list[At], Product]:
     return [at._replace(tile=at.tile * tile.pieces + piece) for piece in range(tile.pieces)], narrow
 
 
-def locate(rows: Rows, block: Array, product: Product) -> Block:
-    """In a kernel: what a block of rows holds."""
-    lane = arange(product.tile.block_m)
+def locate(rows: Rows, block: Array, product: Product, lane: Array | None = None) -> Block:
+    """In a kernel: what a block of rows holds, or one of its rows."""
+    lane = arange(product.tile.block_m) if lane is None else lane
+    stride = product.stride or product.tile.block_m
     padding: Array | int  # a slot of this block, or any
     match rows:
         case Routed(blocks):
-            slot = load(blocks.slots, (block * product.tile.block_m + lane,))
+            slot = load(blocks.slots, (block * stride + lane,))
             live = slot < product.slots
             used, expert, padding = block < load(blocks.used, (0,)), load(blocks.experts, (block,)), 0
         case Batched(counts):
             height = product.slots // product.experts
-            across = pl.cdiv(height, product.tile.block_m)
+            across = pl.cdiv(height, stride)
             expert = body.div(block, across)
             count = jnp.minimum(load(counts, (expert,)), height)
-            line = body.rem(block, across) * product.tile.block_m + lane
+            line = body.rem(block, across) * stride + lane
             live = line < count
             used, padding = jnp.max(count - line) > 0, expert * height
             slot = jnp.where(line < height, padding + line, product.slots)
     row = body.div(jnp.where(live, slot, padding), product.slots_a_row)
     return Block(used, expert, slot, live, row)
+
+
+def for_used(rows: Rows, at: At, product: Product, make: Callable[[Block, Product], None]) -> Block:
+    """In a kernel: ``make(block, product)`` if the program's block is used, as high as its rows need; the whole block.
+
+    A block whose rows are no more than the tile's ``short`` is made by a shorter form of the program.
+    """
+    whole, tile = locate(rows, at.block, product), product.tile
+    if not tile.short:
+        pl.when(whole.used)(lambda: make(whole, product))
+        return whole
+    short = replace(product, tile=replace(tile, block_m=tile.short, short=0), stride=tile.block_m)
+    full = locate(rows, at.block, product, jnp.int32(tile.short)).live
+    pl.when(whole.used & full)(lambda: make(whole, product))
+    pl.when(whole.used & ~full)(lambda: make(locate(rows, at.block, short), short))
+    return whole
 
 
 def oriented(tile: MatmulTile, row: Any, col: Any) -> tuple[Any, Any]:
@@ -320,7 +339,7 @@ def _for_packed_tiles(
         return [_part(block, place, half, narrow.tile) for place in places for half in halves]
 
     if product.tile.run == 1:
-        finish(at, fourbit.sums(x.data, block.row, _packed(w), parts(at), step))
+        fourbit.for_sums(x.data, block.row, _packed(w), parts(at), step, functools.partial(finish, at))
         return
 
     def after(number: Array) -> At:

@@ -8,6 +8,7 @@ and, where the scales it is to have fit a program's tile, into codes and scales.
 multiplies by the router weight. Both are float32.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -166,10 +167,9 @@ def _first_kernel(
     epilogue: Epilogue,
 ) -> None:
     at = grouped.place(pl.program_id(0), w, rows, product)
-    found = grouped.locate(rows, at.block, product)
     tiles = product.tiles(product.columns(w))
 
-    def finish(at: At, totals: grouped.Sums) -> None:
+    def finish(product: Product, at: At, totals: grouped.Sums) -> None:
         # Located again, so that no slots are held in registers over the loop.
         block = grouped.locate(rows, at.block, product)
         index, inside = _where(block, at, w, product)
@@ -186,13 +186,14 @@ def _first_kernel(
             magnitude = body.magnitude(h, good, epilogue.scheme.codes)
             store(out.amax, (at.block * tiles + at.tile,), jnp.max(magnitude))
 
-    @pl.when(found.used)
-    def _() -> None:
-        grouped.for_tiles(x, w, found, at, product, finish)
+    def make(block: Block, product: Product) -> None:
+        grouped.for_tiles(x, w, block, at, product, functools.partial(finish, product))
+
+    whole = grouped.for_used(rows, at, product, make)
 
     if out.amax is not None:
 
-        @pl.when(~found.used)
+        @pl.when(~whole.used)
         def _() -> None:
             tile = at.tile + arange(body.pow2_at_least(product.tile.run))
             inside = tile < jnp.minimum(at.tile + product.tile.run, tiles)
@@ -276,9 +277,8 @@ def _second_kernel(
     h: Input, w: Weights, rows: Rows, weights_ref: Any | None, out_ref: Any, *, product: Product
 ) -> None:
     at = grouped.place(pl.program_id(0), w, rows, product)
-    found = grouped.locate(rows, at.block, product)
 
-    def finish(at: At, totals: grouped.Sums) -> None:
+    def finish(product: Product, at: At, totals: grouped.Sums) -> None:
         # Located again, so that no slots are held in registers over the loop.
         block = grouped.locate(rows, at.block, product)
         places, narrow = grouped.pieces(at, product)
@@ -292,14 +292,15 @@ def _second_kernel(
             index, inside = _where(block, place, w, narrow)
             store(out_ref, index, y.astype(out_ref.dtype), mask=inside)
 
-    @pl.when(found.used)
-    def _() -> None:
-        grouped.for_tiles(h, w, found, at, product, finish)
+    def make(block: Block, product: Product) -> None:
+        grouped.for_tiles(h, w, block, at, product, functools.partial(finish, product))
+
+    whole = grouped.for_used(rows, at, product, make)
 
     if isinstance(rows, Batched):
         # Rows that do not count are zero, whichever block they lie in.
         def clear(number: Array, carry: None) -> None:
-            index, inside = _where(found, at._replace(tile=at.tile + number), w, product)
+            index, inside = _where(whole, at._replace(tile=at.tile + number), w, product)
             rest = (index[0] < product.slots) & (index[1] < product.columns(w)) & ~inside
             store(out_ref, index, jnp.zeros(rest.shape, out_ref.dtype), mask=rest)
 

@@ -46,7 +46,7 @@ class OnDevice:
         """Kernels' times of one call with each of the tiles, summed over calls with weights of their own."""
         layers = self._layers(op)
         w = layers[0][0]
-        op = op.replace(layout=w.layout) if isinstance(w, QTensor) else op
+        op = op.replace(layout=w.layout.kind) if isinstance(w, QTensor) else op
         arguments = [arguments_of(op, weights, number) for number, weights in enumerate(layers)]
         chosen = select(op, implementation=triton.NAME)
         functions = [

@@ -38,6 +38,10 @@ _HALVES = np.uint32(0xFFFF)
 
 def spread(groups: Sequence[Array], width: int) -> Array:
     """Tiles (rows,), n of them, a power of two -> (rows, n * width), each constant over its ``width`` columns."""
+    if len(groups) == 1:
+        # Joined with itself: Triton takes the dot's own layout back through a join, and so to the words that are
+        # loaded, but not through a tile alone, whose unpacked weights it would write to shared memory and read again.
+        groups, width = [*groups, *groups], width // 2
     tile = _interleaved(groups)
     tile = jnp.broadcast_to(tile[..., None], (*tile.shape, width))
     return tile.reshape(groups[0].shape[0], len(groups) * width)

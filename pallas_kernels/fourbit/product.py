@@ -47,10 +47,20 @@ class Step(NamedTuple):
     exact: bool
 
 
-def sums(
-    x: Any, row: Array, w: Packed, parts: Sequence[Part], step: Step, *, share: Array | None = None
-) -> list[Array]:
-    """In a kernel: the float32 sum over K of each part, (rows of w, rows of x), without ``row_scale`` and x's scales.
+def for_sums(
+    x: Any,
+    row: Array,
+    w: Packed,
+    parts: Sequence[Part],
+    step: Step,
+    finish: Callable[[list[Array]], None],
+    *,
+    share: Array | None = None,
+) -> None:
+    """In a kernel: ``finish`` of the float32 sum over K of each part, without ``row_scale`` and x's scales.
+
+    A sum is (rows of w, rows of x). Where rows need several passes, ``finish`` is called again, and what it stored is
+    written over: were the sums chosen instead, the compiler would let no two of the tensor core's products overlap.
 
     Args:
       x: ref (R, K), of a dtype that ``packing.takes``.
@@ -58,6 +68,7 @@ def sums(
       w: refs, with as many axes in front as a part has indices.
       parts: of the program, with ``block_n`` rows each.
       step: static facts.
+      finish: stores what it makes of the sums.
       share: which of ``split_k`` shares of K; None is all of it.
     """
     packing, tile, _ = step
@@ -77,15 +88,10 @@ def sums(
     found = lowering.loop(end_of_whole, functools.partial(advance, masked=False), total, start=first)
     if whole < count:
         found = lowering.loop(last, functools.partial(advance, masked=True), found, start=end_of_whole)
-    if not packing.folds:
-        return found
-    passes = _passes(w, parts, packing)
-    one_pass = functools.partial(_one_pass, x, row, w, parts, step, first, last)
-
-    def in_passes() -> list[Array]:
-        return lowering.loop(passes, lambda i, acc: one_pass(passes - 1 - i, acc), total)
-
-    return lax.cond(passes > 1, in_passes, lambda: found)
+    finish(found)
+    if packing.folds:
+        passes = _passes(w, parts, packing)
+        pl.when(passes > 1)(lambda: finish(_in_passes(x, row, w, parts, step, first, last, passes)))
 
 
 def row_scale(w: Packed, part: Part, packing: Packing) -> Array:
@@ -129,6 +135,22 @@ def _passes(w: Packed, parts: Sequence[Part], packing: Packing) -> Array:
     """The most passes that any of a program's rows of w needs, int32."""
     words = [load(w.scale, (*p.matrix, packing.words, _word_column(p.rows, packing))) for p in parts]
     return functools.reduce(jnp.maximum, [jnp.max((word >> np.uint32(8)).astype(jnp.int32)) for word in words])
+
+
+def _in_passes(
+    x: Any,
+    row: Array,
+    w: Packed,
+    parts: Sequence[Part],
+    step: Step,
+    first: Array | int,
+    last: Array | int,
+    passes: Array,
+) -> list[Array]:
+    """The sums over steps ``first`` to ``last`` of K of rows that need several passes."""
+    one_pass = functools.partial(_one_pass, x, row, w, parts, step, first, last)
+    total = [jnp.zeros((step.tile.block_n, step.tile.block_m), jnp.float32)] * len(parts)
+    return lowering.loop(passes, lambda i, acc: one_pass(passes - 1 - i, acc), total)
 
 
 def _one_pass(
@@ -233,10 +255,10 @@ def for_runs(
     be few steps, which are written out.
     """
     packing, tile = step.packing, step.tile
-    if packing.folds or _scales_sums(x, packing):  # loops within, or a step of their own
+    if _scales_sums(x, packing):  # a step of their own
 
         def one(number: Array, carry: None) -> None:
-            finish(number, sums(x, row, w, parts_of(number), step))
+            for_sums(x, row, w, parts_of(number), step, functools.partial(finish, number))
 
         lowering.loop(count, one, None)
         return
@@ -252,6 +274,18 @@ def for_runs(
         finish(number, total)
 
     lowering.loop(count, make, None)
+    if not packing.folds:
+        return
+
+    def most(number: Array, passes: Array) -> Array:
+        return jnp.maximum(passes, _passes(w, parts_of(number), packing))
+
+    passes = lowering.loop(count, most, jnp.int32(1))
+
+    def again(number: Array, carry: None) -> None:
+        finish(number, _in_passes(x, row, w, parts_of(number), step, 0, len(steps), passes))
+
+    pl.when(passes > 1)(lambda: lowering.loop(count, again, None))
 
 
 def _dots(step: Step) -> int:
@@ -259,7 +293,7 @@ def _dots(step: Step) -> int:
     packing, tile, exact = step
     if packing.operand == "e4m3" and exact:
         return max(1, tile.block_k // COLUMNS)
-    return 1 if tile.block_m <= 16 and packing.codes == "e2m1" else 2
+    return 1 if tile.block_m <= 16 and packing.codes == "e2m1" and not packing.folds else 2
 
 
 def columns_of_runs(packing: Packing, block_k: int, i: Array, first: int, runs: int) -> Array:

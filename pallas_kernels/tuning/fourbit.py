@@ -109,18 +109,40 @@ def moe_tiles(
         first, second = vector_tiles(tokens, hidden, intermediate, top_k, halves, sm_count)
         return MoETiles(first=_whole_tiles(first, hidden), second=_whole_tiles(second, intermediate), single=True)
     rows = tokens if batched else -(-tokens * top_k // max(experts, 1))
-    block_m = 64 if batch_invariant or capability != 90 else _block_m(rows)
-    if kind.scales_sums:
-        block_m = min(block_m, 64 if capability == 90 else 32)
-    folds, few = kind.operand == "e4m3", block_m <= 32
-    block_k = 256 if (folds or few) and capability >= 90 else 128
-    warps = 8 if block_m == 128 or (kind.scales_sums and block_m == 64) else 4
-    first = _tile(block_m, 128 if block_m == 128 else 64, block_k, warps, 3)
-    if folds and block_m == 128:
-        # Two accumulators of 128 rows leave no registers for promotion, nor for what a long step unpacks.
-        first = replace(first, block_n=64 if exact else 128, block_k=_COLUMNS, num_stages=4)
-    second = _tile(block_m, 128 if block_m == 128 else 64, block_k, warps, 3 if block_m > 64 else 4)
+    if batch_invariant or capability != 90 or kind.scales_sums:
+        block_m = 64 if batch_invariant or capability != 90 else min(_block_m(rows), 64)
+        if kind.scales_sums and capability != 90:
+            block_m = min(block_m, 32)
+        warps = 8 if kind.scales_sums and block_m == 64 else 4
+        folds = kind.operand == "e4m3" and capability >= 90
+        first = _tile(block_m, 64, 2 * _COLUMNS if folds else _COLUMNS, warps, 3)
+        second = replace(first, num_stages=4)
+    else:
+        first, second = _on_hopper(rows, hidden, intermediate, kind.operand == "e4m3", exact)
     return MoETiles(first=_fitted(first, halves, kind, capability), second=_fitted(second, 1, kind, capability))
+
+
+def _on_hopper(rows: int, hidden: int, intermediate: int, folds: bool, exact: bool) -> tuple[MatmulTile, MatmulTile]:
+    """Both tiles as measured on an H200; the last block of an expert, mostly not full, is made by a shorter program."""
+    block_m = _block_m(rows)
+    if block_m == 128:
+        # Two accumulators of 128 rows leave no registers for promotion.
+        narrow = (folds and exact) or (not folds and rows >= 256)
+        first = _tile(block_m, 64 if narrow else 128, _COLUMNS, 4 if narrow else 8, 3)
+        second = _tile(block_m, 128, _COLUMNS, 4, 3)
+    elif folds or block_m > 16:
+        first = _tile(block_m, 64, _COLUMNS, 4, 6 if block_m == 16 else 4)
+        second = _tile(block_m, 128, _COLUMNS, 8, 4 if block_m <= 16 else 3)
+    else:
+        first = _tile(block_m, 128, _COLUMNS, 8, 3)
+        second = replace(first, num_stages=4)
+    if folds and intermediate <= 2 * _COLUMNS:
+        # Too short to fill a pipeline of loads, which a run of tiles does.
+        run = min(8 if block_m == 16 else 16, -(-hidden // 64))
+        second = _tile(block_m, 64, 2 * _COLUMNS, 4, 3) if block_m < 128 else second
+        second = replace(second, run=run)
+    short = {32: 16 if rows > 20 else 0, 64: 32, 128: 64}.get(block_m, 0)
+    return replace(first, short=short), replace(second, short=short)
 
 
 def _whole_tiles(tile: MatmulTile, k: int) -> MatmulTile:
@@ -139,9 +161,9 @@ def _block_m(rows: int) -> int:
     """Rows of a block for so many rows an expert on average."""
     if rows <= 8:
         return 16
-    if rows <= 24:
+    if rows <= 40:
         return 32
-    return 64 if rows <= 96 else 128
+    return 64 if rows < 64 else 128
 
 
 def _split(tiles: int, steps: int, sm_count: int) -> int:

@@ -22,6 +22,7 @@ class MatmulTile:
         the registers of one piece.
       run: tiles of columns that a program of a layer of experts makes one after the other, while the next one's
         operands are on their way; for a K of one or two steps.
+      short: rows that a program of a layer of experts computes where its block has no more; 0 is always ``block_m``.
     """
 
     block_m: int
@@ -34,6 +35,7 @@ class MatmulTile:
     swap: bool = False
     pieces: int = 1
     run: int = 1
+    short: int = 0
 
     def __str__(self) -> str:
         parts = [
@@ -44,6 +46,7 @@ class MatmulTile:
         parts += [f"K split in {self.split_k}"] if self.split_k > 1 else []
         parts += [f"{self.pieces} pieces"] if self.pieces > 1 else []
         parts += [f"{self.run} a program"] if self.run > 1 else []
+        parts += [f"or {self.short} rows"] if self.short else []
         return " ".join(parts + (["swapped"] if self.swap else []))
 
 

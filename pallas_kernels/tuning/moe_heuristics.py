@@ -1,6 +1,7 @@
 """First choices of tiles for layers of experts from shapes and device facts; pure functions, no GPU needed."""
 
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from pallas_kernels.tuning.heuristics import MatmulTile, Operands, shared_memory, step_of_k
 
@@ -73,60 +74,152 @@ def moe_tiles(
         return MoETiles(first=first, second=second, single=True)
     rows = tokens if batched else -(-slots // max(experts, 1))
     promoted = (operands == "fp8" and exact) or (operands in ("fp8", "int8") and second_cell is not None)
-    # Two accumulators of 128 rows keep to registers on Hopper, and on Blackwell where sums are not promoted. Promoted,
-    # they leave none for a masked last step.
-    tall = capability >= 90 and operands in ("fp8", "int8", "16bit")
-    tall = tall and not (promoted and (capability >= 100 or hidden % _STEP[operands]))
-    block_m = 64 if batch_invariant else _block_m(rows, tall, 40 if promoted and capability == 90 else 24)
     first_n = group if group in (32, 64, 128) else 128 if operands != "32bit" else 32
+    steps = step_of_k(first_cell, _STEP[operands]), step_of_k(second_cell, _STEP[operands])
+    if capability == 90 and operands != "32bit" and not batch_invariant:
+        # Every program reads weights of its own where slots are this few.
+        own = slots * -(-intermediate // first_n) if slots <= experts else None
+        layer = _Layer(rows, own, hidden, intermediate, operands, promoted, group is None, first_n, steps, sm_count)
+        first, second = layer.first(), layer.second()
+    else:
+        first, second = _plain(
+            rows, intermediate, operands, promoted, first_n, steps, halves, capability, batch_invariant
+        )
+    return MoETiles(first=_fitted(first, halves, operands, capability), second=_fitted(second, 1, operands, capability))
+
+
+def _plain(
+    rows: int,
+    intermediate: int,
+    operands: Operands,
+    promoted: bool,
+    first_n: int,
+    steps: tuple[int, int],
+    halves: int,
+    capability: int,
+    height: int | None,
+) -> tuple[MatmulTile, MatmulTile]:
+    """Both tiles where nothing was measured, and where their ``height`` may not depend on the number of rows."""
+    # Two accumulators of 128 rows keep to registers on Hopper, and on Blackwell where sums are not promoted.
+    tall = capability >= 90 and operands in ("fp8", "int8", "16bit") and not promoted
+    if rows <= 24:
+        block_m = height or (16 if rows <= 8 else 32)
+    else:
+        block_m = height or (128 if tall and rows >= 512 else 64)
+    wide = operands == "w8a16" and block_m == 64
     swap = operands != "32bit" and (block_m <= 32 or (operands == "w8a16" and capability >= 90))
     first = MatmulTile(
         block_m=block_m,
         block_n=first_n,
-        block_k=step_of_k(first_cell, _STEP[operands]),
-        num_warps=8 if block_m * first_n * halves > 64 * 128 or (operands == "w8a16" and block_m == 64) else 4,
+        block_k=steps[0],
+        num_warps=8 if block_m * first_n * halves > 64 * 128 or wide else 4,
         num_stages=4 if promoted and block_m == 64 else 3,
         swap=swap,
     )
     second = MatmulTile(
         block_m=block_m,
-        block_n=32 if operands == "32bit" else 256 if block_m == 128 and not promoted else 128,
-        block_k=step_of_k(second_cell, _STEP[operands]),
-        num_warps=8 if block_m == 128 or (operands == "w8a16" and block_m == 64) else 4,
+        block_n=32 if operands == "32bit" else 256 if block_m == 128 else 128,
+        block_k=steps[1],
+        num_warps=8 if block_m == 128 or wide else 4,
         num_stages=5 if block_m <= 32 and intermediate > 2048 else 3,
         swap=swap,
     )
-    if promoted and capability == 90:
-        if block_m == 16 and slots <= experts:
-            # Every program reads weights of its own: many small ones at a time, or few that read far ahead.
-            many = slots * -(-intermediate // first_n) >= 2 * sm_count
-            first = replace(first, num_warps=8 if many else 4, num_stages=2 if many else 4)
-        second = _second_on_hopper(second, hidden, intermediate)
-    return MoETiles(first=_fitted(first, halves, operands, capability), second=_fitted(second, 1, operands, capability))
+    return first, second
 
 
-def _block_m(rows: int, tall: bool, few: int) -> int:
-    """Rows of a block for so many rows an expert on average; 32 up to ``few``, 128 only where ``tall``."""
-    if rows <= 8:
-        return 16
-    if rows <= few:
-        return 32
-    return 128 if tall and rows >= 512 else 64
+class _Layer(NamedTuple):
+    """What tiles on Hopper depend on; they were measured on an H200.
 
+    Blocks are high where experts have many rows, since all of a block's programs read the weights, and the L2 cache's
+    rate is the limit of low ones. The last block of an expert is mostly not full, and made by a shorter program.
+    """
 
-def _second_on_hopper(tile: MatmulTile, hidden: int, intermediate: int) -> MatmulTile:
-    """The second product's tile where sums are promoted, as measured on an H200."""
-    if intermediate <= 2 * tile.block_k and tile.block_m <= 64:
-        # Too short to fill a pipeline of loads, which a run of tiles does.
-        run = min(7 if tile.block_m == 16 else 14, -(-hidden // tile.block_n))
-        return replace(tile, num_warps=4, num_stages=2 if tile.block_m == 64 else 3, run=run)
-    if hidden % 256 or intermediate % 128:
-        return tile
-    if tile.block_m <= 32:
-        return tile if intermediate > 1024 else replace(tile, block_n=256, num_warps=8, num_stages=3, pieces=2)
-    # Enough warps for the tensor core to be busy while others promote: sixteen, or two programs of eight.
-    warps, stages = (16, 3) if tile.block_m == 128 else (8, 2)
-    return replace(tile, block_n=256, num_warps=warps, num_stages=stages, pieces=2)
+    rows: int
+    own: int | None
+    """Programs of the first product of few slots, at most one an expert; else None."""
+    hidden: int
+    intermediate: int
+    operands: Operands
+    promoted: bool
+    free: bool
+    """The width of the first product's tile is not fixed by the intermediate's groups."""
+    first_n: int
+    steps: tuple[int, int]
+    sm_count: int
+
+    @property
+    def block_m(self) -> int:
+        rows = self.rows
+        if rows <= 8:
+            return 16
+        if rows <= (40 if self.promoted else 24):
+            return 32
+        # A masked last step takes registers that promoted sums of 128 rows have not.
+        low = self.promoted and self.hidden % self.steps[0] != 0
+        return 64 if low or rows < (96 if self.operands == "w8a16" else 64) else 128
+
+    @property
+    def swap(self) -> bool:
+        # Half of 64 rows are too few for the tensor core's left side.
+        return self.block_m <= 32 or self.operands == "w8a16" or (self.block_m == 64 and not self.promoted)
+
+    @property
+    def short(self) -> int:
+        if self.block_m == 32:
+            return 16 if self.rows > 20 else 0
+        return 32 if self.block_m == 64 and self.swap else 64 if self.block_m == 128 else 0
+
+    def _tile(self, product: int, warps: int, stages: int, **more: Any) -> MatmulTile:
+        columns = (self.first_n, 128)[product]
+        tile = MatmulTile(
+            block_m=self.block_m,
+            block_n=columns,
+            block_k=self.steps[product],
+            num_warps=warps,
+            num_stages=stages,
+            swap=self.swap,
+            short=self.short,
+        )
+        return replace(tile, **more)
+
+    def first(self) -> MatmulTile:
+        if self.block_m >= 64:
+            return self._tile(0, 8, 3 if self.operands == "w8a16" and self.block_m == 64 else 4)
+        if self.operands == "16bit" and self.free and self.block_m == 16:
+            return self._tile(0, 4, 4, block_n=64, block_k=128)
+        if self.promoted and self.block_m == 16 and self.own is not None:
+            # Many small programs at a time, or few that read far ahead.
+            return self._tile(0, 8, 2) if self.own >= 2 * self.sm_count else self._tile(0, 4, 4)
+        return self._tile(0, 4, 3)
+
+    def second(self) -> MatmulTile:
+        short_k, rows = self.intermediate <= 2048, self.block_m
+        if self.promoted:
+            return self._promoted_second()
+        if self.operands == "w8a16":
+            return self._tile(1, 8, 4 if rows == 128 else 3) if rows >= 64 else self._tile(1, 4, 3 if short_k else 5)
+        if rows == 128:
+            return self._tile(1, 8, 3, block_n=256)
+        if self.operands == "16bit" and short_k and rows != 32:
+            return self._tile(1, 8, 3, block_n=256) if rows == 64 else self._tile(1, 8, 3, block_k=128)
+        return self._tile(1, 4, (6 if self.operands != "16bit" else 5) if rows == 64 else 3 if short_k else 5)
+
+    def _promoted_second(self) -> MatmulTile:
+        rows = self.block_m
+        if self.intermediate <= 2 * self.steps[1]:
+            # Too short to fill a pipeline of loads, which a run of tiles does.
+            run = min(7 if rows == 16 else 14, -(-self.hidden // 128))
+            stages = {64: 2, 128: 4}.get(rows, 3)
+            return self._tile(1, 8 if rows == 128 else 4, stages, run=run)
+        if self.hidden % 256 or self.intermediate % 128:
+            return self._tile(1, 8 if rows == 128 else 4, 5 if rows <= 32 and self.intermediate > 2048 else 3)
+        if rows <= 32:
+            if self.intermediate > 1024:
+                return self._tile(1, 4, 5 if self.intermediate > 2048 else 3)
+            return self._tile(1, 8, 3, block_n=256, pieces=2)
+        # Enough warps for the tensor core to be busy while others promote: sixteen, or two programs of eight.
+        warps, stages = (16, 3) if rows == 128 else (8, 2)
+        return self._tile(1, warps, stages, block_n=256, pieces=2)
 
 
 def are_few(tokens: int, experts: int, top_k: int) -> bool:

@@ -18,9 +18,12 @@ from tests.pallas_kernels import moe_cases as cases
 from tests.pallas_kernels.moe_cases import Case, Layer, relative_error
 
 
-def tiles(block_n: int = 32, block_k: int = 32, *, swap: bool = True, run: int = 1) -> MoETiles:
-    """One small tile for both products."""
-    tile = MatmulTile(block_m=16, block_n=block_n, block_k=block_k, num_warps=4, num_stages=2, swap=swap, run=run)
+def tiles(block_n: int = 32, block_k: int = 32, *, swap: bool = True, run: int = 1, tall: bool = False) -> MoETiles:
+    """One small tile for both products; a tall one has twice as many rows, or 16."""
+    rows, short = (32, 16) if tall else (16, 0)
+    tile = MatmulTile(
+        block_m=rows, block_n=block_n, block_k=block_k, num_warps=4, num_stages=2, swap=swap, run=run, short=short
+    )
     return MoETiles(first=tile, second=tile)
 
 
@@ -30,7 +33,7 @@ def single(block_n: int = 4, block_k: int = 32, stages: int = 2) -> MoETiles:
     return MoETiles(first=tile, second=tile, single=True)
 
 
-SWAPPED, PLAIN, SINGLE, RUN = tiles(), tiles(swap=False), single(), tiles(16, run=2)
+SWAPPED, PLAIN, SINGLE, RUN, TALL = tiles(), tiles(swap=False), single(), tiles(16, run=2), tiles(tall=True)
 
 
 @functools.partial(jax.jit, static_argnames="spec")
@@ -65,9 +68,14 @@ ODD = {"tokens": 7, "hidden": 72, "intermediate": 40, "experts": 5, "top_k": 3}
 BLOCKS = {"tokens": 6, "hidden": 200, "intermediate": 160, "experts": 3, "top_k": 2}
 
 
-@pytest.mark.parametrize("how", [SWAPPED, PLAIN, SINGLE, RUN], ids=["swapped", "plain", "single", "run"])
+@pytest.mark.parametrize("how", [SWAPPED, PLAIN, SINGLE, RUN, TALL], ids=["swapped", "plain", "single", "run", "tall"])
 def test_every_routing_over_extents_that_divide_nothing(how):
     check(Case(**ODD, bias=True), how)
+
+
+@pytest.mark.parametrize("tokens", [16, 17, 31, 32, 33])
+def test_blocks_as_high_as_their_rows_need(tokens):
+    check(Case(**{**ODD, "tokens": tokens}), TALL, ("one expert", "uniform"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -81,6 +89,8 @@ def test_other_dtypes(dtype):
         ("fp8_block", tiles(128, 128)),
         ("fp8_block", tiles(128, 64, swap=False)),
         ("fp8_block", tiles(128, 128, run=3)),
+        ("fp8_block", tiles(128, 128, tall=True)),
+        ("fp8_tensor", tiles(64, 64, tall=True)),
         ("fp8_tensor", tiles(64, 64, run=2)),
         ("fp8_block", single(8, 128)),
         ("fp8_block", single(4, 64)),
@@ -179,7 +189,7 @@ def test_the_kernels_index_stacked_layers():
 def test_h06_batched_rows_beyond_counts_are_zero_and_touch_nothing(recipe):
     case = Case(recipe=recipe, tokens=19, hidden=136, intermediate=72, experts=4, bias=True)
     layer = cases.layer(case)
-    spec = cases.spec_of(case, layer, tiles(64, 64, swap=recipe != "bf16"))
+    spec = cases.spec_of(case, layer, tiles(64, 64, swap=recipe != "bf16", tall=recipe == "fp8_block"))
     counts = jnp.array([19, 0, 16, 5], jnp.int32)
     x = jax.random.normal(jax.random.key(3), (4, 19, 136), jnp.bfloat16)
     valid = jnp.arange(19) < counts[:, None]
