@@ -66,6 +66,8 @@ class Settings:
         functionalises with ``jax.experimental.checkify``. JMOE_CHECK.
       tuning: path of a file of measured tiles, as ``jmoe tune`` writes it, asked before those that jmoe brings; the
         value is a ``TuningFile``. JMOE_TUNING.
+      moe_chunk: tokens of a layer of experts that the kernels take at a time, where there are more, so that its
+        temporary memory stays bounded; results are the same. None is all at once. JMOE_MOE_CHUNK, where 0 is None.
       recorder: where ``jmoe.explain`` gathers selections; a fresh one makes every function trace anew.
       shards: how activations are spread; ``jmoe.parallel`` sets it around the operations that it calls.
     """
@@ -75,6 +77,7 @@ class Settings:
     batch_invariant: bool = False
     check: bool = False
     tuning: Any = None
+    moe_chunk: int | None = 32768
     recorder: Any = None
     shards: Shards = NOT_SPREAD
 
@@ -83,6 +86,8 @@ class Settings:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ValueError(f"config {name}={value!r} must be True or False")
+        if self.moe_chunk is not None and (type(self.moe_chunk) is not int or self.moe_chunk < 1):
+            raise ValueError(f"config moe_chunk={self.moe_chunk!r} must be a positive number of tokens or None")
         if isinstance(self.tuning, str | os.PathLike):
             object.__setattr__(self, "tuning", TuningFile.at(self.tuning))
         elif not isinstance(self.tuning, TuningFile | None):
@@ -102,6 +107,12 @@ def _flag(name: str, text: str) -> bool:
     return known[text.lower()]
 
 
+def _tokens(name: str, text: str) -> int | None:
+    if not text.isdecimal():
+        raise ValueError(f"{name}={text!r} must be a number of tokens, or 0 for no limit")
+    return int(text) or None
+
+
 def from_environment(environ: Mapping[str, str]) -> Settings:
     """The settings that JMOE_* variables ask for."""
     return Settings(
@@ -110,6 +121,7 @@ def from_environment(environ: Mapping[str, str]) -> Settings:
         batch_invariant=_flag("JMOE_BATCH_INVARIANT", environ.get("JMOE_BATCH_INVARIANT", "")),
         check=_flag("JMOE_CHECK", environ.get("JMOE_CHECK", "")),
         tuning=environ.get("JMOE_TUNING") or None,
+        moe_chunk=_tokens("JMOE_MOE_CHUNK", environ.get("JMOE_MOE_CHUNK") or str(Settings.moe_chunk)),
     )
 
 

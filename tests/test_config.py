@@ -103,6 +103,10 @@ def test_the_environment_sets_flags(text, value):
 def test_the_environment_sets_names():
     environ = {"JMOE_DEVICE": "h200", "JMOE_IMPLEMENTATION": "xla", "JMOE_OTHER": "1", "HOME": "/"}
     assert from_environment(environ) == Settings(device="h200", implementation="xla")
+    assert from_environment({"JMOE_MOE_CHUNK": "0"}) == Settings(moe_chunk=None)
+    assert from_environment({"JMOE_MOE_CHUNK": "4096"}) == Settings(moe_chunk=4096)
+    with pytest.raises(ValueError, match="JMOE_MOE_CHUNK='many' must be a number of tokens, or 0 for no limit"):
+        from_environment({"JMOE_MOE_CHUNK": "many"})
     assert from_environment({"JMOE_DEVICE": "", "JMOE_IMPLEMENTATION": ""}) == Settings()
 
 
@@ -138,7 +142,7 @@ def test_a_wrong_variable_is_named(name):
     [
         (
             {"checks": True},
-            "config has no setting 'checks'; it has device, implementation, batch_invariant, check, tuning, recorder",
+            "config has no setting 'checks'; it has device, implementation, batch_invariant, check, tuning, moe_chunk",
         ),
         ({"check": 1}, "config check=1 must be True or False"),
         ({"batch_invariant": "yes"}, "config batch_invariant='yes' must be True or False"),

@@ -5,14 +5,16 @@ themselves are imported when they are first run, so that importing jmoe takes no
 """
 
 import dataclasses
+import functools
 import math
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from jmoe.backends import common, packed, tuned
 from jmoe.backends.spec import Accumulation, BatchedArgs, DeviceSpec, LinearArgs, MoEArgs, OpSpec, Plan, Selection
+from jmoe.config import config
 from jmoe.qtensor import QTensor
 from jmoe.scheme import Recipe, Scheme
 from pallas_kernels.bits import INT32_PRODUCTS
@@ -100,6 +102,8 @@ def _note(op: OpSpec, accumulation: str) -> str:
     notes = []
     if accumulation == "fast" and operands_of(op) == "fp8" and packed.layout_of(op.recipe) != PACKED_BFLOAT16:
         notes.append("FP8 sums stay in the tensor core for all of K; accumulation='exact' promotes them every 128")
+    if chunk := _chunk(op):
+        notes.append(f"{chunk} tokens at a time, which bounds temporary memory; jmoe.config(moe_chunk=None) takes all")
     if op.layout != packed.layout_of(op.recipe):
         notes.append("weights are packed for its kernels in every call; jmoe.prepare does it once")
     return "; ".join(notes)
@@ -275,15 +279,29 @@ def fused_moe(op: OpSpec, selection: Selection, args: MoEArgs) -> Array:
         ids = common.local_ids(args.topk_ids, args.expert_map, op.experts)
         x, weights = common.weighted_input(x, weights, ids), jnp.ones_like(weights)
     codes, x_scale = _parts(x)
-    return moe.fused_moe(
-        codes,
-        _experts(args),
-        weights,
-        args.topk_ids,
-        spec=_experts_spec(op, selection, args),
-        x_scale=x_scale,
-        expert_map=args.expert_map,
+    layer = functools.partial(
+        moe.fused_moe, experts=_experts(args), spec=_experts_spec(op, selection, args), expert_map=args.expert_map
     )
+    size = _chunk(op)
+    if size is None:
+        return layer(codes, topk_weights=weights, topk_ids=args.topk_ids, x_scale=x_scale)
+    results: list[Array] = []
+    for start in range(0, op.tokens, size):
+        here = slice(start, start + size)
+        scale = x_scale if x_scale is None or x_scale.shape[0] == 1 else x_scale[here]
+        arrays = codes[here], weights[here], args.topk_ids[here], scale
+        if results:  # one after the other, so that they take the same temporary memory
+            arrays, results[-1] = lax.optimization_barrier((arrays, results[-1]))
+        results.append(layer(arrays[0], topk_weights=arrays[1], topk_ids=arrays[2], x_scale=arrays[3]))
+    return jnp.concatenate(results)
+
+
+def _chunk(op: OpSpec) -> int | None:
+    """Tokens that a layer takes at a time; None is all, also where one scale is measured over all of them."""
+    size = config.moe_chunk
+    inputs = (op.recipe.input, (op.second_recipe or op.recipe).input)
+    measured = any(x is not None and not x.static and x.block == (-1, -1) for x in inputs)
+    return None if size is None or op.op != "moe" or op.tokens <= size or measured else size
 
 
 def batched_experts(op: OpSpec, selection: Selection, args: BatchedArgs) -> Array:

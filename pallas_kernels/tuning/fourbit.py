@@ -132,7 +132,7 @@ def _on_hopper(rows: int, hidden: int, intermediate: int, folds: bool, exact: bo
         second = _tile(block_m, 128, _COLUMNS, 4, 3)
     elif folds or block_m > 16:
         first = _tile(block_m, 64, _COLUMNS, 4, 6 if block_m == 16 else 4)
-        second = _tile(block_m, 128, _COLUMNS, 8, 4 if block_m <= 16 else 3)
+        second = _tile(block_m, 128, _COLUMNS, 8 if block_m == 16 else 4, 4)
     else:
         first = _tile(block_m, 128, _COLUMNS, 8, 3)
         second = replace(first, num_stages=4)

@@ -82,9 +82,8 @@ def moe_tiles(
         layer = _Layer(rows, own, hidden, intermediate, operands, promoted, group is None, first_n, steps, sm_count)
         first, second = layer.first(), layer.second()
     else:
-        first, second = _plain(
-            rows, intermediate, operands, promoted, first_n, steps, halves, capability, batch_invariant
-        )
+        height = 64 if batch_invariant else None
+        first, second = _plain(rows, intermediate, operands, promoted, first_n, steps, halves, capability, height)
     return MoETiles(first=_fitted(first, halves, operands, capability), second=_fitted(second, 1, operands, capability))
 
 

@@ -284,8 +284,9 @@ def test_d11_exact_sums_keep_what_the_tensor_core_would_lose(tokens):
     gate = jnp.ones((1, 2, 128, 4096), jnp.float8_e4m3fn).at[..., 0].set(448)
     scale = jnp.array([1, 0], jnp.float32).reshape(1, 2, 1, 1)  # of gate and up: up is zero
     # The activation is the identity of gate: g * sigmoid(0) * (0 + 2) = g; w2 copies it.
+    tiles = moe_tiles(tokens, 4096, 128, 1, operands="fp8", exact=True, **device_facts())
     spec = ExpertsSpec(
-        tiles=moe_tiles(tokens, 4096, 128, 1, operands="fp8", exact=True, **device_facts()),
+        tiles=replace(tiles, second=replace(tiles.second, block_n=32, block_k=32)),  # w2 is float32
         dtype="float32",
         out_dtype="float32",
         activation=Activation(alpha=0.0, beta=2.0),

@@ -1,5 +1,6 @@
 """What layers of experts become for GPUs that are not here: verified Triton IR, and where one can compile, launches."""
 
+import functools
 import re
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import jmoe
 from pallas_kernels.tuning.heuristics import shared_memory
 from tests.pallas_kernels import aot, lanes
 from tests.pallas_kernels import moe_cases as cases
@@ -92,7 +94,8 @@ def test_tiles_that_may_not_depend_on_the_number_of_tokens_do_not():
         case = Case(recipe="fp8_block", tokens=tokens, **LAYERS["qwen3-30b"])
         shapes = jax.eval_shape(lambda case=case: cases.layer(case))
         chosen.add(cases.tiles_of(case, shapes, batch_invariant=True))
-    assert len(chosen) == 1
+    [tiles] = chosen
+    assert (tiles.first.block_m, tiles.first.short, tiles.second.block_m, tiles.second.short) == (64, 0, 64, 0)
 
 
 @pytest.mark.aot
@@ -128,3 +131,25 @@ def test_scanning_over_layers_copies_no_weights_and_nests_no_loop(recipe):
     assert compiled.hlo.count(" while(") == 1
     weights = 128 * 768 * 2048  # bytes of the smallest weight of one layer, w2 in e4m3
     assert compiled.temporary_bytes < weights // 10
+
+
+@pytest.mark.aot
+@aot.installed
+def test_chunks_share_their_temporary_memory():
+    tokens, sizes = 65536, LAYERS["qwen3-30b"]
+    h, i, e, k = (sizes[name] for name in ("hidden", "intermediate", "experts", "top_k"))
+
+    def layer(x: jax.Array, w13: jax.Array, w2: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Array:
+        return jmoe.fused_moe(x, w13, w2, weights, ids, implementation="triton")
+
+    bf16 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    weights = jax.ShapeDtypeStruct((tokens, k), jnp.float32)
+    ids = jax.ShapeDtypeStruct((tokens, k), jnp.int32)
+    arguments = bf16((tokens, h)), bf16((e, 2, i, h)), bf16((e, h, i)), weights, ids
+    taken = {}
+    for chunk in (None, 16384):
+        with jmoe.config(device="h200", moe_chunk=chunk):
+            taken[chunk] = aot.compile_for(layer, arguments).temporary_bytes
+    whole = 2 * tokens * k * (h + i)
+    assert taken[None] > whole
+    assert taken[16384] < 0.3 * whole + 2 * tokens * h * 2
