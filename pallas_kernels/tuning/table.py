@@ -212,7 +212,7 @@ def _moe_tiles(given: Any) -> MoETiles:
     return tiles
 
 
-_POWERS_OF_TWO = ("block_m", "block_n", "block_k", "num_warps", "split_k", "pieces")
+_POWERS_OF_TWO = ("block_m", "block_n", "block_k", "num_warps", "split_k", "pieces", "short")
 
 
 def _tile(name: str, given: Any) -> MatmulTile:
@@ -225,6 +225,8 @@ def _tile(name: str, given: Any) -> MatmulTile:
         if key in _POWERS_OF_TWO and value & (value - 1):
             raise ValueError(f"{name}.{key} {value} must be a power of two")
     tile = MatmulTile(**given)
+    if tile.short >= tile.block_m:
+        raise ValueError(f"{name}.short {tile.short} must be below block_m, {tile.block_m}")
     if tile.num_warps > 32 or tile.num_stages > 16 or tile.pieces > tile.block_n:
         raise ValueError(f"{name} {tile} is none that a GPU runs")
     return tile

@@ -121,6 +121,10 @@ def test_a_slot_at_a_time_is_for_no_more_tokens_than_it_was_measured_at():
         (text_of(plain(date=20261130)), "date is 20261130, but it is a text"),
         (text_of(plain(tiles={"first": {}})), "tiles has unknown first"),
         (text_of(plain(op="moe")), "tiles has unknown tile"),
+        (
+            text_of(plain(tiles={"tile": plain()["tiles"]["tile"] | {"short": 64}})),
+            "tile.short 64 must be below block_m, 64",
+        ),
         (text_of(plain(tiles={"tile": {"block_m": 64}})), "tile has missing block_k, block_n, num_stages, num_warps"),
     ],
 )
