@@ -12,6 +12,9 @@ from pallas_kernels.tuning.moe_heuristics import MoETiles, are_few, vector_tiles
 
 _COLUMNS = 128
 
+_FEW_WEIGHTS = 2**25
+"""Most weights of w2 that slots use where these are products of matrices and vectors: unpacking is the limit of those."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
@@ -107,7 +110,8 @@ def moe_tiles(
       sm_count: streaming multiprocessors.
       batch_invariant: the choice may not depend on ``tokens``.
     """
-    if not (batched or batch_invariant) and are_few(tokens, experts, top_k):
+    few = are_few(tokens, experts, top_k) and tokens * top_k * hidden * intermediate <= _FEW_WEIGHTS
+    if few and not (batched or batch_invariant):
         first, second = vector_tiles(tokens, hidden, intermediate, top_k, halves, sm_count)
         return MoETiles(first=_whole_tiles(first, hidden), second=_whole_tiles(second, intermediate), single=True)
     rows = tokens if batched else -(-tokens * top_k // max(experts, 1))

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import os
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -61,13 +62,13 @@ def kernel_times(f: Callable[..., Any], *args: Any, iterations: int = 5, rest: f
     return [(name, float(us)) for (name, _), us in zip(runs[0], median, strict=True)]
 
 
-def wall_us(f: Callable[..., Any], *args: Any, calls: int = 5, rounds: int = 5) -> float:
-    """Microseconds a call of the compiled ``f``: ``calls`` queued at a time, the fastest of some rounds."""
+def wall_us(f: Callable[..., Any], *args: Any, calls: int = 5, rounds: int = 9) -> float:
+    """Microseconds a call of the compiled ``f``: ``calls`` queued at a time, the median of some rounds."""
     jax.block_until_ready(f(*args))
-    best = float("inf")
+    seconds = []
     for _ in range(rounds):
         start = time.perf_counter()
         outputs = [f(*args) for _ in range(calls)]
         jax.block_until_ready(outputs)
-        best = min(best, time.perf_counter() - start)
-    return best / calls * 1e6
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds) / calls * 1e6
