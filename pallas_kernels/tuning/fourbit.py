@@ -13,7 +13,7 @@ from pallas_kernels.tuning.moe_heuristics import MoETiles, are_few, vector_tiles
 _COLUMNS = 128
 
 _FEW_WEIGHTS = 2**25
-"""Most weights of w2 that slots use where these are products of matrices and vectors: unpacking is the limit of those."""
+"""Most weights of w2 of slots that are products of matrices and vectors, whose limit is unpacking."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
