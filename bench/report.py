@@ -4,6 +4,7 @@ import datetime
 import json
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
         for floor, named in _rooflines(recipes).items():
             axis.plot(*zip(*floor, strict=True), linestyle=":", color=colours[named[0]], label=f"roofline {named[0]}")
         for name, points in _peers_of(layer, recipes, results["device"]).items():
-            colour = colours.get(name.rsplit(" ", 1)[1], "gray")
+            colour = colours[_recipes_of(name.rsplit(" ", 1)[1], recipes)[0]]
             axis.plot(list(points), list(points.values()), "x--", linewidth=0.8, color=colour, label=name)
         axis.set(title=layer, xlabel="rows", ylabel="microseconds", xscale="log", yscale="log")
         axis.legend(fontsize="x-small")
@@ -193,9 +194,14 @@ def _peers_of(layer: str, recipes: dict[str, Any], device: str) -> dict[str, dic
     found: dict[str, dict[int, float]] = {}
     for key, us in json.loads(PUBLISHED.read_text())["rows"].items():
         of, name, tokens = key.rsplit("/", 2)
-        if of == layer and name.rsplit(" ", 1)[1] in recipes:
+        if of == layer and _recipes_of(name.rsplit(" ", 1)[1], recipes):
             found.setdefault(name, {})[int(tokens)] = us
     return found
+
+
+def _recipes_of(name: str, recipes: Iterable[str]) -> list[str]:
+    """Those of that name, with whatever options: ``int4:group=64`` is an ``int4``."""
+    return [recipe for recipe in recipes if recipe == name or recipe.split(":")[0] == name]
 
 
 def main() -> None:
