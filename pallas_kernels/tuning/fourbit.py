@@ -130,10 +130,10 @@ def moe_tiles(
 
 def _on_hopper(rows: int, hidden: int, intermediate: int, folds: bool, exact: bool) -> tuple[MatmulTile, MatmulTile]:
     """Both tiles as measured on an H200; the last block of an expert, mostly not full, is made by a shorter program."""
-    block_m = _block_m(rows)
+    # Two accumulators of 128 rows leave no registers for promotion.
+    block_m = min(_block_m(rows), 64 if folds and exact else 128)
     if block_m == 128:
-        # Two accumulators of 128 rows leave no registers for promotion.
-        narrow = (folds and exact) or (not folds and rows >= 256)
+        narrow = not folds and rows >= 256
         first = _tile(block_m, 64 if narrow else 128, _COLUMNS, 4 if narrow else 8, 3)
         second = _tile(block_m, 128, _COLUMNS, 4, 3)
     elif folds or block_m > 16:

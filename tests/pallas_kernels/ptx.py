@@ -1,0 +1,100 @@
+"""What ptxas says of the kernels of layers of experts: ``python -m tests.pallas_kernels.ptx RECIPE LAYER TOKENS ...``.
+
+A process of its own, since XLA writes down the PTX that it makes only where it is told to before it starts. Prints a
+JSON object: kernel to what ``read`` found.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+
+def ptxas() -> Path | None:
+    """The assembler of the package nvidia-cuda-nvcc, where that is installed."""
+    nvidia = find_spec("nvidia")
+    folders = list(nvidia.submodule_search_locations or []) if nvidia else []
+    found = [path for folder in folders for path in Path(folder).glob("*/bin/ptxas")]
+    return found[0] if found else None
+
+
+def read(path: Path, assembler: Path) -> tuple[str, dict[str, Any]]:
+    """The kernel of a file of PTX.
+
+    Its registers, the bytes that it spills, whether ptxas lets its tensor core products wait for each other, and how
+    often loops with such products write to shared memory other than by asynchronous copies.
+    """
+    command = [str(assembler), "-arch=sm_90a", "-v", str(path), "-o", os.devnull]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    text = path.read_text()
+    [kernel] = re.findall(r"\.entry (\w+)\(", text)
+    lines, starts, stores = text.splitlines(), {}, 0
+    for number, line in enumerate(lines):
+        if label := re.match(r"(\$L\w+):", line):
+            starts[label[1]] = number
+        back = re.search(r"\bbra\S*\s+(\$L\w+);", line)
+        if back and back[1] in starts:
+            body = "\n".join(lines[starts[back[1]] : number])
+            if "wgmma.mma_async" in body:
+                stores += len(re.findall(r"\b(?:st\.shared|stmatrix)", body))
+    return kernel, {
+        "registers": int(re.findall(r"Used (\d+) registers", said)[0]),
+        "spilled": int(re.findall(r"(\d+) bytes spill stores", said)[0]),
+        "serialised": "wgmma.mma_async instructions are serialized" in said,
+        "stores": stores,
+    }
+
+
+def main(recipe: str, layer: str, tokens: int) -> dict[str, Any]:
+    """The products of a layer, by the tiles that the heuristics choose for an H200."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XLA_FLAGS"] = f"--xla_dump_to={folder} --xla_dump_emitter_re=.* --xla_gpu_dump_llvmir=true"
+        import jax
+        import jax.numpy as jnp
+
+        import jmoe
+        from jmoe.backends import triton
+        from jmoe.backends.select import select
+        from jmoe.backends.spec import MoEArgs
+        from jmoe.scheme import as_recipe
+        from jmoe.tuning.catalogue import MODELS, experts
+        from jmoe.tuning.on_device import weight_shapes
+        from tests.pallas_kernels import aot
+
+        op = experts(MODELS[layer], as_recipe(recipe), tokens)
+
+        def made(shape: tuple[int, ...]) -> Any:
+            w = jnp.zeros(shape, jnp.bfloat16)
+            w = w if op.recipe.weight is None else jmoe.quantize(w, op.recipe)
+            return jmoe.prepare(w, op=op, device="h200")
+
+        w13, w2 = (jax.eval_shape(lambda shape=shape: made(shape)) for shape in weight_shapes(op))
+        layout = getattr(w13, "layout", None)
+        op = op if layout is None else op.replace(layout=layout.kind)
+        selection = select(op, "h200", implementation=triton.NAME)
+        op = op.replace(accumulation=selection.accumulation)
+        tiles = triton.heuristic_tiles(op, jmoe.DeviceSpec.named("h200"), selection.accumulation)
+        selection = dataclasses.replace(selection, tiles=tiles)
+        x = jax.ShapeDtypeStruct((tokens, op.hidden), jnp.bfloat16)
+        weights = jax.ShapeDtypeStruct((tokens, op.top_k), jnp.float32)
+        ids = jax.ShapeDtypeStruct((tokens, op.top_k), jnp.int32)
+
+        def call(*arrays: Any) -> Any:
+            return triton.fused_moe(op, selection, MoEArgs(*arrays))
+
+        aot.compile_for(call, (x, w13, w2, weights, ids), spills=True)
+        assembler = ptxas()
+        assert assembler is not None
+        files = [path for path in Path(folder).glob("*.ptx") if ".entry" in path.read_text()]
+        found = dict(read(path, assembler) for path in files)
+    return {name: facts for name, facts in found.items() if name in ("moe_first", "moe_second")}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1], sys.argv[2], int(sys.argv[3]))))
