@@ -111,3 +111,31 @@ def test_programs_that_make_several_tiles(recipe):
     # 3 tiles of w13's rows and 4 of w2's, two a program; K is two steps of 128 or three.
     case = Case(recipe=recipe, bias=True, **SIZES | {"hidden": 250, "intermediate": 150, "experts": 2})
     assert error(case, "uniform", run=2, block_n=64, block_k=128) < case.bar
+
+
+def wide(w: jax.Array, key: jax.Array) -> jax.Array:
+    """``w`` with powers of two from 2**-30 to 1 on its groups of 32 columns: rows that fold in several passes."""
+    *lead, k = w.shape
+    power = jax.random.randint(key, (*lead, -(-k // 32)), -30, 1).astype(jnp.float32)
+    return w.astype(jnp.float32) * jnp.repeat(jnp.exp2(power), 32, axis=-1)[..., :k]
+
+
+@pytest.mark.parametrize(
+    "tile", [{"block_m": 16, "short": 0, "run": 2}, {"block_m": 32, "short": 16, "run": 1}], ids=["run", "short"]
+)
+def test_rows_of_many_exponents_go_over_k_again(tile):
+    case = Case(recipe="mxfp4_a8", tokens=40, hidden=160, intermediate=144, experts=2, top_k=1)
+    plain, keys = moe_cases.layer(replace(case, recipe="bf16")), jax.random.split(jax.random.key(1))
+    w13, w2 = (jmoe.quantize(wide(w, key), case.recipe) for w, key in zip((plain.w13, plain.w2), keys, strict=True))
+    layer = plain._replace(w13=w13, w2=w2)
+    x, weights = moe_cases.tokens(case)
+    ids = jnp.asarray(moe_cases.routing("uniform", case))
+    spec = cases.spec_of(case, layer)
+    tiles = replace(
+        spec.tiles,
+        first=replace(spec.tiles.first, block_n=64, block_k=128, **tile),
+        second=replace(spec.tiles.second, block_n=64, block_k=128, **tile),
+    )
+    found = fused_moe(x, cases.experts_of(layer), weights, ids, spec=replace(spec, tiles=tiles), interpret=True)
+    wanted = jmoe.fused_moe(x, w13, w2, weights, ids, implementation="reference")
+    assert moe_cases.relative_error(found, wanted) < case.bar
