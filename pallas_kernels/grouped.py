@@ -339,7 +339,7 @@ def _for_packed_tiles(
         return [_part(block, place, half, narrow.tile) for place in places for half in halves]
 
     if product.tile.run == 1:
-        fourbit.for_sums(x.data, block.row, _packed(w), parts(at), step, functools.partial(finish, at))
+        finish(at, fourbit.sums(x.data, block.row, _packed(w), parts(at), step))
         return
 
     def after(number: Array) -> At:

@@ -114,20 +114,17 @@ def _kernel(x_ref: Any, w: Packed, ends: _Ends, out_ref: Any, *, static: _Static
     part = Part((_layer(ends, static),), col)
     existing = row if static.m % tile.block_m == 0 else jnp.minimum(row, static.m - 1)
     share = body.rem(program, split) if split > 1 else None
+    [total] = product.sums(x_ref, existing, w, [part], static.step, share=share)
+    total = total * product.row_scale(w, part, packing)[:, None]
+    if ends.x_scale is not None:
+        scale = load(ends.x_scale, (existing if ends.x_scale.shape[0] > 1 else 0, 0))
+        total = total * (scale[None, :] if scale.shape else scale)
     inside = (row < static.m)[None, :] & (col < packing.n)[:, None]
-
-    def finish(totals: list[Array]) -> None:
-        total = totals[0] * product.row_scale(w, part, packing)[:, None]
-        if ends.x_scale is not None:
-            scale = load(ends.x_scale, (existing if ends.x_scale.shape[0] > 1 else 0, 0))
-            total = total * (scale[None, :] if scale.shape else scale)
-        if share is not None:
-            store(out_ref, (share, row[None, :], col[:, None]), total, mask=inside)
-            return
-        y = _end(total, ends, part, static, axis=1)
-        store(out_ref, (row[None, :], col[:, None]), y.astype(out_ref.dtype), mask=inside)
-
-    product.for_sums(x_ref, existing, w, [part], static.step, finish, share=share)
+    if share is not None:
+        store(out_ref, (share, row[None, :], col[:, None]), total, mask=inside)
+        return
+    y = _end(total, ends, part, static, axis=1)
+    store(out_ref, (row[None, :], col[:, None]), y.astype(out_ref.dtype), mask=inside)
 
 
 def _layer(ends: _Ends, static: _Static) -> Any:

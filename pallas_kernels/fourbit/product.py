@@ -47,20 +47,10 @@ class Step(NamedTuple):
     exact: bool
 
 
-def for_sums(
-    x: Any,
-    row: Array,
-    w: Packed,
-    parts: Sequence[Part],
-    step: Step,
-    finish: Callable[[list[Array]], None],
-    *,
-    share: Array | None = None,
-) -> None:
-    """In a kernel: ``finish`` of the float32 sum over K of each part, without ``row_scale`` and x's scales.
-
-    A sum is (rows of w, rows of x). Where rows need several passes, ``finish`` is called again, and what it stored is
-    written over: were the sums chosen instead, the compiler would let no two of the tensor core's products overlap.
+def sums(
+    x: Any, row: Array, w: Packed, parts: Sequence[Part], step: Step, *, share: Array | None = None
+) -> list[Array]:
+    """In a kernel: the float32 sum over K of each part, (rows of w, rows of x), without ``row_scale`` and x's scales.
 
     Args:
       x: ref (R, K), of a dtype that ``packing.takes``.
@@ -68,7 +58,6 @@ def for_sums(
       w: refs, with as many axes in front as a part has indices.
       parts: of the program, with ``block_n`` rows each.
       step: static facts.
-      finish: stores what it makes of the sums.
       share: which of ``split_k`` shares of K; None is all of it.
     """
     packing, tile, _ = step
@@ -88,10 +77,11 @@ def for_sums(
     found = lowering.loop(end_of_whole, functools.partial(advance, masked=False), total, start=first)
     if whole < count:
         found = lowering.loop(last, functools.partial(advance, masked=True), found, start=end_of_whole)
-    finish(found)
-    if packing.folds:
-        passes = _passes(w, parts, packing)
-        pl.when(passes > 1)(lambda: finish(_in_passes(x, row, w, parts, step, first, last, passes)))
+    if not packing.folds:
+        return found
+    passes = _passes(w, parts, packing)
+    in_passes = functools.partial(_in_passes, x, row, w, parts, step, first, last, passes)
+    return lax.cond(passes > 1, in_passes, lambda: found)
 
 
 def row_scale(w: Packed, part: Part, packing: Packing) -> Array:
@@ -147,34 +137,23 @@ def _in_passes(
     last: Array | int,
     passes: Array,
 ) -> list[Array]:
-    """The sums over steps ``first`` to ``last`` of K of rows that need several passes."""
-    one_pass = functools.partial(_one_pass, x, row, w, parts, step, first, last)
-    total = [jnp.zeros((step.tile.block_n, step.tile.block_m), jnp.float32)] * len(parts)
-    return lowering.loop(passes, lambda i, acc: one_pass(passes - 1 - i, acc), total)
+    """The sums over steps ``first`` to ``last`` of K of rows that need several passes.
 
-
-def _one_pass(
-    x: Any,
-    row: Array,
-    w: Packed,
-    parts: Sequence[Part],
-    step: Step,
-    first: Array | int,
-    last: Array | int,
-    number: Array,
-    total: list[Array],
-) -> list[Array]:
-    """Adds the groups whose exponents are from 12 ``number`` to 12 ``number`` + 11 below their row's largest.
-
-    ``total`` holds those of the pass before, which counts in units 2**12 smaller.
+    A pass adds the groups whose exponents are from 12 ``number`` to 12 ``number`` + 11 below their row's largest. It
+    counts in units 2**12 larger than the pass before, whose sums it goes on from.
     """
     packing, tile, _ = step
     steps = tile.block_k // COLUMNS
-    total = [acc * np.float32(2.0**-FOLDED) for acc in total]
+    end = jnp.minimum(last * steps, packing.column_tiles)
     short = step._replace(tile=replace(tile, block_k=COLUMNS))
-    masked = packing.k % COLUMNS != 0
-    advance = functools.partial(_step, x, row, w, parts, short, masked=masked, number=number)
-    return lowering.loop(jnp.minimum(last * steps, packing.column_tiles), advance, total, start=first * steps)
+    advance = functools.partial(_step, x, row, w, parts, short, masked=packing.k % COLUMNS != 0)
+
+    def one_pass(i: Array, total: list[Array]) -> list[Array]:
+        total = [acc * np.float32(2.0**-FOLDED) for acc in total]
+        return lowering.loop(end, functools.partial(advance, number=passes - 1 - i), total, start=first * steps)
+
+    total = [jnp.zeros((tile.block_n, tile.block_m), jnp.float32)] * len(parts)
+    return lowering.loop(passes, one_pass, total)
 
 
 def _step(
@@ -258,7 +237,7 @@ def for_runs(
     if _scales_sums(x, packing):  # a step of their own
 
         def one(number: Array, carry: None) -> None:
-            for_sums(x, row, w, parts_of(number), step, functools.partial(finish, number))
+            finish(number, sums(x, row, w, parts_of(number), step))
 
         lowering.loop(count, one, None)
         return

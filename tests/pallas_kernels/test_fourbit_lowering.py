@@ -71,8 +71,8 @@ def test_every_tile_of_the_heuristics_compiles_without_spilling(capability, reci
         for m in (16, 64, 100, 4096):
             for exact in {False, recipe == "mxfp4_a8"}:
                 call, arguments = product(recipe, m, n, k, capability, exact=exact)
-                # Where rows may need several passes, the result is stored in two places, which takes a few registers.
-                aot.compile_for(call, arguments, capability, spills=recipe == "mxfp4_a8" and m > 64)
+                # On Ada a masked last step and promotion put a few values on the stack.
+                aot.compile_for(call, arguments, capability, spills=capability == 89 and exact)
 
 
 @pytest.mark.aot
@@ -121,8 +121,7 @@ def test_a_layer_of_experts_takes_few_launches_and_copies_no_weights(capability,
     for tokens, sizes, exact in ((1, "qwen3-30b", True), (256, "gpt-oss", False), (8192, "gpt-oss", True)):
         case = Case(recipe=recipe, tokens=tokens, exact=exact, **LAYERS[sizes])
         # Tiles are Hopper's; GPUs before it keep a few values of two accumulators on the stack.
-        spills = capability < 90 or (recipe == "mxfp4_a8" and tokens == 8192)
-        compiled = aot.compile_for(*layer_of_experts(case, capability), capability, spills=spills)
+        compiled = aot.compile_for(*layer_of_experts(case, capability), capability, spills=capability < 90)
         quantises = jmoe.recipe(recipe).input is not None
         assert len(compiled.launches) <= (6 if quantises else 5), compiled.launches
         if tokens < 8192:
