@@ -87,7 +87,9 @@ class Settings:
             if not isinstance(value, bool):
                 raise ValueError(f"config {name}={value!r} must be True or False")
         if self.moe_chunk is not None and (type(self.moe_chunk) is not int or self.moe_chunk < 1):
-            raise ValueError(f"config moe_chunk={self.moe_chunk!r} must be a positive number of tokens or None")
+            raise ValueError(
+                f"config moe_chunk={self.moe_chunk!r} must be a number of tokens, an int from 1 on, or None"
+            )
         if isinstance(self.tuning, str | os.PathLike):
             object.__setattr__(self, "tuning", TuningFile.at(self.tuning))
         elif not isinstance(self.tuning, TuningFile | None):
@@ -108,7 +110,7 @@ def _flag(name: str, text: str) -> bool:
 
 
 def _tokens(name: str, text: str) -> int | None:
-    if not text.isdecimal():
+    if not (text.isascii() and text.isdecimal()):
         raise ValueError(f"{name}={text!r} must be a number of tokens, or 0 for no limit")
     return int(text) or None
 

@@ -192,7 +192,15 @@ _OPTIONAL = {field.name for field in dataclasses.fields(Key) if field.default is
 
 
 def _linear_tiles(given: Any) -> MatmulTile:
-    return _tile("tile", _object("tiles", given, {"tile"}, {"tile"})["tile"])
+    tile = _tile("tile", _object("tiles", given, {"tile"}, {"tile"})["tile"])
+    _check_extents("tile", tile)
+    return tile
+
+
+def _check_extents(name: str, tile: MatmulTile) -> None:
+    for key in ("block_m", "block_n", "block_k"):
+        if getattr(tile, key) < _LEAST:
+            raise ValueError(f"{name}.{key} {getattr(tile, key)} must be at least {_LEAST}, as a dot wants")
 
 
 def _moe_tiles(given: Any) -> MoETiles:
@@ -205,12 +213,18 @@ def _moe_tiles(given: Any) -> MoETiles:
         else:
             found[name] = _tile(name, value)
     tiles = MoETiles(**found)
+    for name, tile in (("first", tiles.first), ("second", tiles.second)):
+        if not tiles.single:
+            _check_extents(name, tile)
     if tiles.first.block_m != tiles.second.block_m:
         raise ValueError(
             f"block_m is {tiles.first.block_m} of the first product, so not {tiles.second.block_m} of the second"
         )
     return tiles
 
+
+_LEAST = 16
+"""Of a dot's extents."""
 
 _POWERS_OF_TWO = ("block_m", "block_n", "block_k", "num_warps", "split_k", "pieces", "short")
 
@@ -221,10 +235,12 @@ def _tile(name: str, given: Any) -> MatmulTile:
     given = _object(name, given, set(fields), needed)
     for key, value in given.items():
         kind = bool if key == "swap" else int
-        _check(f"{name}.{key}", value, kind, least=1)
+        _check(f"{name}.{key}", value, kind, least=0 if key == "short" else 1)
         if key in _POWERS_OF_TWO and value & (value - 1):
             raise ValueError(f"{name}.{key} {value} must be a power of two")
     tile = MatmulTile(**given)
+    if 0 < tile.short < _LEAST:
+        raise ValueError(f"{name}.short {tile.short} must be 0 or at least {_LEAST}")
     if tile.short >= tile.block_m:
         raise ValueError(f"{name}.short {tile.short} must be below block_m, {tile.block_m}")
     if tile.num_warps > 32 or tile.num_stages > 16 or tile.pieces > tile.block_n:

@@ -53,5 +53,5 @@ def test_a_scale_of_all_tokens_keeps_them_together():
 
 @pytest.mark.parametrize("wrong", [0, -1, 2.5, True, "8"])
 def test_what_is_no_number_of_tokens_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"moe_chunk=.* must be a positive number of tokens or None"):
+    with pytest.raises(ValueError, match=r"moe_chunk=.* must be a number of tokens, an int from 1 on, or None"):
         jmoe.config(moe_chunk=wrong).__enter__()

@@ -125,6 +125,14 @@ def test_a_slot_at_a_time_is_for_no_more_tokens_than_it_was_measured_at():
             text_of(plain(tiles={"tile": plain()["tiles"]["tile"] | {"short": 64}})),
             "tile.short 64 must be below block_m, 64",
         ),
+        (
+            text_of(plain(tiles={"tile": plain()["tiles"]["tile"] | {"short": 8}})),
+            "tile.short 8 must be 0 or at least 16",
+        ),
+        (
+            text_of(plain(tiles={"tile": plain()["tiles"]["tile"] | {"block_n": 8}})),
+            "tile.block_n 8 must be at least 16",
+        ),
         (text_of(plain(tiles={"tile": {"block_m": 64}})), "tile has missing block_k, block_n, num_stages, num_warps"),
     ],
 )
