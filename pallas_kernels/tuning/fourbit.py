@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pallas_kernels.tuning.heuristics import MatmulTile, shared_memory
-from pallas_kernels.tuning.moe_heuristics import MoETiles, are_few, vector_tiles
+from pallas_kernels.tuning.moe_heuristics import SINGLE_SLOTS, MoETiles, are_few, vector_tiles
 
 _COLUMNS = 128
 
-_FEW_WEIGHTS = 2**25
+_SINGLE_WEIGHTS = 2**24
 """Most weights of w2 of slots that are products of matrices and vectors, whose limit is unpacking."""
 
 
@@ -110,25 +110,31 @@ def moe_tiles(
       sm_count: streaming multiprocessors.
       batch_invariant: the choice may not depend on ``tokens``.
     """
-    few = are_few(tokens, experts, top_k) and tokens * top_k * hidden * intermediate <= _FEW_WEIGHTS
+    slots, folds = tokens * top_k, kind.operand == "e4m3"
+    # Codes that are folded into e4m3 would be decoded twice.
+    few = are_few(tokens, experts, top_k) and slots * hidden * intermediate <= _SINGLE_WEIGHTS and not folds
     if few and not (batched or batch_invariant):
         first, second = vector_tiles(tokens, hidden, intermediate, top_k, halves, sm_count)
         return MoETiles(first=_whole_tiles(first, hidden), second=_whole_tiles(second, intermediate), single=True)
-    rows = tokens if batched else -(-tokens * top_k // max(experts, 1))
+    rows = tokens if batched else -(-slots // max(experts, 1))
     if batch_invariant or capability != 90 or kind.scales_sums:
         block_m = 64 if batch_invariant or capability != 90 else min(_block_m(rows), 64)
         if kind.scales_sums and capability != 90:
             block_m = min(block_m, 32)
         warps = 8 if kind.scales_sums and block_m == 64 else 4
-        folds = kind.operand == "e4m3" and capability == 90  # elsewhere long steps spill
-        first = _tile(block_m, 64, 2 * _COLUMNS if folds else _COLUMNS, warps, 3)
+        # Elsewhere long steps spill.
+        first = _tile(block_m, 64, 2 * _COLUMNS if folds and capability == 90 else _COLUMNS, warps, 3)
         second = replace(first, num_stages=4)
     else:
-        first, second = _on_hopper(rows, hidden, intermediate, kind.operand == "e4m3", exact)
+        first, second = _on_hopper(
+            rows, hidden, intermediate, folds, exact, few=slots <= SINGLE_SLOTS and not batched, sm_count=sm_count
+        )
     return MoETiles(first=_fitted(first, halves, kind, capability), second=_fitted(second, 1, kind, capability))
 
 
-def _on_hopper(rows: int, hidden: int, intermediate: int, folds: bool, exact: bool) -> tuple[MatmulTile, MatmulTile]:
+def _on_hopper(
+    rows: int, hidden: int, intermediate: int, folds: bool, exact: bool, *, few: bool, sm_count: int
+) -> tuple[MatmulTile, MatmulTile]:
     """Both tiles as measured on an H200; the last block of an expert, mostly not full, is made by a shorter program."""
     # Two accumulators of 128 rows leave no registers for promotion.
     block_m = min(_block_m(rows), 64 if folds and exact else 128)
@@ -139,12 +145,19 @@ def _on_hopper(rows: int, hidden: int, intermediate: int, folds: bool, exact: bo
     elif folds or block_m > 16:
         first = _tile(block_m, 64, _COLUMNS, 4, 6 if block_m == 16 else 4)
         second = _tile(block_m, 128, _COLUMNS, 8 if block_m == 16 else 4, 4)
+        if few:
+            # Few programs, which read far ahead.
+            second = first
+            first = _tile(block_m, 64, 2 * _COLUMNS, 4, 4) if hidden >= 4096 else first
     else:
         first = _tile(block_m, 128, _COLUMNS, 8, 3)
-        second = replace(first, num_stages=4)
+        second = replace(first, num_stages=5 if intermediate > 2048 else 4)
+        if few:
+            second = _tile(block_m, 64, _COLUMNS, 4, 8)
+            first = first if intermediate >= 64 * sm_count else replace(second, num_stages=6)
     if folds and intermediate <= 2 * _COLUMNS:
         # Too short to fill a pipeline of loads, which a run of tiles does.
-        run = min(8 if block_m == 16 else 16, -(-hidden // 64))
+        run = min(4 if few else 8 if block_m == 16 else 16, -(-hidden // 64))
         second = _tile(block_m, 64, 2 * _COLUMNS, 4, 3) if block_m < 128 else second
         second = replace(second, run=run)
     short = {32: 16 if rows > 20 else 0, 64: 32, 128: 64}.get(block_m, 0)

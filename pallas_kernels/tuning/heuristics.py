@@ -102,9 +102,9 @@ def matmul_tile(
     block_k = step_of_k(cell, {"16bit": 64, "32bit": 32}.get(operands, 128))
     if batch_invariant:
         return _fitted(_tile(64, 128, block_k, 4, 4, operands, capability), operands, capability)
-    if m <= 64:
-        return _fitted(_few_rows(m, n, k, block_k, operands, sm_count), operands, capability)
     promoted = (operands == "fp8" and exact) or (operands in ("fp8", "int8") and cell is not None)
+    if m <= 64:
+        return _fitted(_few_rows(m, n, k, block_k, operands, promoted, sm_count), operands, capability)
     candidates = _many_rows(block_k, operands, promoted, k % block_k != 0, capability)
     best = min(candidates, key=lambda candidate: _time(candidate, m, n, k, sm_count))[0]
     blocks = -(-m // best.block_m)
@@ -119,18 +119,28 @@ def _tile(
     return MatmulTile(block_m=block_m, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages, swap=swap)
 
 
-def _few_rows(m: int, n: int, k: int, block_k: int, operands: Operands, sm_count: int) -> MatmulTile:
+def _few_rows(m: int, n: int, k: int, block_k: int, operands: Operands, promoted: bool, sm_count: int) -> MatmulTile:
     """Bound by reading w: every multiprocessor gets a share of w, by splitting K where N is short."""
     block_m = max(16, 1 << (m - 1).bit_length())
     if operands == "32bit":
         return MatmulTile(block_m=block_m, block_n=32, block_k=block_k, num_warps=4, num_stages=3)
     block_n = 128 if -(-n // 128) >= sm_count else 64
     tiles, steps = -(-n // block_n), -(-k // block_k)
-    split = 1
-    while split < 16 and 2 * split * tiles <= 2 * sm_count and steps >= 8 * split:
+    # With 64 rows of codes, summing the parts takes long beside what a share of K saves.
+    high = block_m == 64 and operands in ("fp8", "int8")
+    split, fewest = 1, 24 if high else 8
+    splits = not high or 5 * tiles < 4 * sm_count
+    while splits and split < 16 and split * tiles <= sm_count and steps >= fewest * split:
         split *= 2
+    alone = high and block_n == 64
     return MatmulTile(
-        block_m=block_m, block_n=block_n, block_k=block_k, num_warps=4, num_stages=4, split_k=split, swap=True
+        block_m=block_m,
+        block_n=block_n,
+        block_k=block_k,
+        num_warps=4,
+        num_stages=6 if alone else 4,
+        split_k=split,
+        swap=not (alone and promoted),
     )
 
 

@@ -28,8 +28,11 @@ _BYTES = {"fp8": (1, 1), "int8": (1, 1), "w8a16": (2, 1), "16bit": (2, 2), "32bi
 _STEP = {"fp8": 128, "int8": 128, "w8a16": 64, "16bit": 64, "32bit": 32}
 """Longest step of K."""
 
-_SINGLE_SLOTS = 16
+SINGLE_SLOTS = 16
 """Most slots that are products of a matrix and a vector: the tensor core needs more launches, and less time a slot."""
+
+_SINGLE_WEIGHTS = 2**25
+"""Most weights of w2 of such slots where codes meet scales along K: decoding is their limit then, not memory."""
 
 
 def moe_tiles(
@@ -69,7 +72,9 @@ def moe_tiles(
       sm_count: streaming multiprocessors.
     """
     slots = tokens * top_k
-    if not (batched or batch_invariant) and are_few(tokens, experts, top_k):
+    decoded = first_cell is not None and slots * hidden * intermediate > _SINGLE_WEIGHTS
+    few = are_few(tokens, experts, top_k) and not decoded
+    if few and not (batched or batch_invariant):
         first, second = vector_tiles(tokens, hidden, intermediate, top_k, halves, sm_count)
         return MoETiles(first=first, second=second, single=True)
     rows = tokens if batched else -(-slots // max(experts, 1))
@@ -188,7 +193,7 @@ class _Layer(NamedTuple):
             return self._tile(0, 4, 4, block_n=64, block_k=128)
         if self.promoted and self.block_m == 16 and self.own is not None:
             # Many small programs at a time, or few that read far ahead.
-            return self._tile(0, 8, 2) if self.own >= 2 * self.sm_count else self._tile(0, 4, 4)
+            return self._tile(0, 8, 2) if self.own >= 2 * self.sm_count else self._tile(0, 4, 5)
         return self._tile(0, 4, 3)
 
     def second(self) -> MatmulTile:
@@ -213,8 +218,10 @@ class _Layer(NamedTuple):
         if self.hidden % 256 or self.intermediate % 128:
             return self._tile(1, 8 if rows == 128 else 4, 5 if rows <= 32 and self.intermediate > 2048 else 3)
         if rows <= 32:
+            if self.intermediate > 2048:
+                return self._tile(1, 4, 5)
             if self.intermediate > 1024:
-                return self._tile(1, 4, 5 if self.intermediate > 2048 else 3)
+                return self._tile(1, 4, 3, block_n=256)
             return self._tile(1, 8, 3, block_n=256, pieces=2)
         # Enough warps for the tensor core to be busy while others promote: sixteen, or two programs of eight.
         warps, stages = (16, 3) if rows == 128 else (8, 2)
@@ -224,7 +231,7 @@ class _Layer(NamedTuple):
 def are_few(tokens: int, experts: int, top_k: int) -> bool:
     """Whether slots are so few, and experts so many, that products of matrices and vectors are faster."""
     slots = tokens * top_k
-    return (tokens == 1 or 4 * slots <= experts) and slots <= _SINGLE_SLOTS
+    return (tokens == 1 or 4 * slots <= experts) and slots <= SINGLE_SLOTS
 
 
 def vector_tiles(

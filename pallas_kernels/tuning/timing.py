@@ -62,13 +62,26 @@ def kernel_times(f: Callable[..., Any], *args: Any, iterations: int = 5, rest: f
     return [(name, float(us)) for (name, _), us in zip(runs[0], median, strict=True)]
 
 
-def wall_us(f: Callable[..., Any], *args: Any, calls: int = 5, rounds: int = 9) -> float:
-    """Microseconds a call of the compiled ``f``: ``calls`` queued at a time, the median of some rounds."""
+_CALLS = 5
+_ROUND = 0.03
+"""Calls and seconds of a round at least: what it takes to send the first call and to hear of the last one's end, about
+0.3 ms, is no call's."""
+
+
+def wall_us(f: Callable[..., Any], *args: Any, rounds: int = 9) -> float:
+    """Microseconds a call of the compiled ``f`` among calls that are queued one behind the other.
+
+    The median of some rounds, of as many calls as take 30 ms, at least five.
+    """
     jax.block_until_ready(f(*args))
-    seconds = []
-    for _ in range(rounds):
+
+    def seconds(calls: int) -> float:
         start = time.perf_counter()
         outputs = [f(*args) for _ in range(calls)]
         jax.block_until_ready(outputs)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds) / calls * 1e6
+        return time.perf_counter() - start
+
+    calls = _CALLS
+    while seconds(calls) < _ROUND:
+        calls *= 2
+    return statistics.median(seconds(calls) for _ in range(rounds)) / calls * 1e6

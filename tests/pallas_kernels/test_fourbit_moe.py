@@ -12,6 +12,7 @@ import jmoe
 from pallas_kernels import few
 from pallas_kernels.fourbit.packing import Packing
 from pallas_kernels.moe import batched_experts, fused_moe
+from pallas_kernels.tuning import fourbit
 from pallas_kernels.tuning.heuristics import MatmulTile
 from tests.pallas_kernels import fourbit_cases as cases
 from tests.pallas_kernels import moe_cases
@@ -21,7 +22,7 @@ SIZES: dict[str, Any] = {"tokens": 9, "hidden": 96, "intermediate": 80, "experts
 """K of neither product is a whole tile, nor is N."""
 
 
-def error(case, routing, **tile):
+def error(case, routing, tiles=None, **tile):
     layer, (x, weights) = moe_cases.layer(case), moe_cases.tokens(case)
     ids = moe_cases.routing(routing, case)
     x, weights = moe_cases.spoiled(case, x, weights, ids)
@@ -37,7 +38,8 @@ def error(case, routing, **tile):
         **options,
     )
     spec = cases.spec_of(case, layer)
-    tiles = replace(spec.tiles, first=replace(spec.tiles.first, **tile), second=replace(spec.tiles.second, **tile))
+    tiles = tiles or spec.tiles
+    tiles = replace(tiles, first=replace(tiles.first, **tile), second=replace(tiles.second, **tile))
     spec = replace(spec, tiles=tiles)
     y = fused_moe(x, cases.experts_of(layer), weights, jnp.asarray(ids), spec=spec, interpret=True)
     return moe_cases.relative_error(y, wanted)
@@ -92,8 +94,10 @@ def test_rows_of_each_expert():
 @pytest.mark.parametrize("recipe", ["mxfp4", "int4:scale_dtype=bfloat16", "int4:group=32,zero_point", "mxfp4_a8"])
 def test_a_token_of_a_ragged_layer_whose_slots_are_products_with_vectors(recipe):
     case = Case(recipe=recipe, bias=True, **SIZES | {"tokens": 1, "hidden": 200, "intermediate": 144})
-    assert cases.spec_of(case, moe_cases.layer(case)).tiles.single
-    assert error(case, "elsewhere") < case.bar
+    sizes = (case.hidden, case.intermediate, case.experts, case.top_k)
+    tiles = fourbit.moe_tiles(1, *sizes, kind=fourbit.Kind(operand="bfloat16", words=1))
+    assert tiles.single
+    assert error(case, "elsewhere", tiles) < case.bar
 
 
 def test_threads_of_products_with_vectors_have_whole_words():

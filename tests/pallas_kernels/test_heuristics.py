@@ -4,6 +4,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
+from pallas_kernels.tuning import fourbit, moe_heuristics
 from pallas_kernels.tuning.heuristics import matmul_tile, shared_memory, step_of_k
 
 BYTES = {"fp8": (1, 1), "w8a16": (2, 1), "16bit": (2, 2), "32bit": (4, 4)}
@@ -89,3 +90,44 @@ def test_large_products_on_hopper_take_the_measured_tiles():
     assert (tile.block_m, tile.block_n, tile.block_k, tile.num_warps, tile.num_stages) == (64, 128, 128, 4, 3)
     tile = matmul_tile(512, 8192, 8192, operands="fp8", cell=128)
     assert (tile.block_m, tile.block_n, tile.block_k, tile.num_warps, tile.pieces) == (128, 256, 128, 16, 2)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "split", "stages"), [(8192, 8192, 1, 6), (4096, 7168, 4, 6), (2112, 7168, 4, 6), (24576, 1536, 1, 4)]
+)
+def test_64_rows_of_codes_split_k_only_where_few_programs_have_much_of_it(n, k, split, stages):
+    tile = matmul_tile(64, n, k, operands="fp8", cell=128, exact=True)
+    assert (tile.split_k, tile.num_stages) == (split, stages)
+    assert tile.swap == (n == 24576)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "experts", "top_k", "cell", "single"),
+    [
+        (7168, 256, 256, 8, 128, True),
+        (2048, 768, 128, 8, 128, True),
+        (7168, 2048, 256, 8, 128, False),
+        (4096, 14336, 8, 2, None, True),
+    ],
+    ids=["dsv3-tp8", "qwen3-30b", "dsv3", "mixtral"],
+)
+def test_one_token_of_large_experts_with_scales_along_k_is_the_tensor_cores(
+    hidden, intermediate, experts, top_k, cell, single
+):
+    facts = {"operands": "fp8", "first_cell": cell, "second_cell": cell, "group": cell}
+    assert moe_heuristics.moe_tiles(1, hidden, intermediate, experts, top_k, **facts).single == single
+
+
+@pytest.mark.parametrize(
+    ("kind", "hidden", "intermediate", "single"),
+    [
+        (fourbit.Kind(operand="bfloat16", words=1), 2048, 768, True),
+        (fourbit.Kind(operand="bfloat16", words=1), 4096, 14336, False),
+        (fourbit.Kind(operand="e4m3", words=1), 2048, 768, False),
+    ],
+    ids=["small", "large", "folded"],
+)
+def test_one_token_of_packed_weights_is_the_tensor_cores_where_unpacking_is_the_limit(
+    kind, hidden, intermediate, single
+):
+    assert fourbit.moe_tiles(1, hidden, intermediate, 128, 8, kind=kind).single == single
