@@ -68,6 +68,9 @@ class Settings:
         value is a ``TuningFile``. JMOE_TUNING.
       moe_chunk: tokens of a layer of experts that the kernels take at a time, where there are more, so that its
         temporary memory stays bounded; results are the same. None is all at once. JMOE_MOE_CHUNK, where 0 is None.
+      workspace: bytes that the expanded weights of one layer may take while it computes: MXFP4 weights with FP8
+        activations are written as e4m3 codes, exactly, before products of many rows, which are faster than those that
+        unpack in their loops. 0 is none. JMOE_WORKSPACE.
       recorder: where ``jmoe.explain`` gathers selections; a fresh one makes every function trace anew.
       shards: how activations are spread; ``jmoe.parallel`` sets it around the operations that it calls.
     """
@@ -78,6 +81,7 @@ class Settings:
     check: bool = False
     tuning: Any = None
     moe_chunk: int | None = 32768
+    workspace: int = 0
     recorder: Any = None
     shards: Shards = NOT_SPREAD
 
@@ -90,6 +94,8 @@ class Settings:
             raise ValueError(
                 f"config moe_chunk={self.moe_chunk!r} must be a number of tokens, an int from 1 on, or None"
             )
+        if type(self.workspace) is not int or self.workspace < 0:
+            raise ValueError(f"config workspace={self.workspace!r} must be a number of bytes, an int from 0 on")
         if isinstance(self.tuning, str | os.PathLike):
             object.__setattr__(self, "tuning", TuningFile.at(self.tuning))
         elif not isinstance(self.tuning, TuningFile | None):
@@ -109,10 +115,10 @@ def _flag(name: str, text: str) -> bool:
     return known[text.lower()]
 
 
-def _tokens(name: str, text: str) -> int | None:
+def _number(name: str, text: str, what: str) -> int:
     if not (text.isascii() and text.isdecimal()):
-        raise ValueError(f"{name}={text!r} must be a number of tokens, or 0 for no limit")
-    return int(text) or None
+        raise ValueError(f"{name}={text!r} must be a number of {what}")
+    return int(text)
 
 
 def from_environment(environ: Mapping[str, str]) -> Settings:
@@ -123,7 +129,11 @@ def from_environment(environ: Mapping[str, str]) -> Settings:
         batch_invariant=_flag("JMOE_BATCH_INVARIANT", environ.get("JMOE_BATCH_INVARIANT", "")),
         check=_flag("JMOE_CHECK", environ.get("JMOE_CHECK", "")),
         tuning=environ.get("JMOE_TUNING") or None,
-        moe_chunk=_tokens("JMOE_MOE_CHUNK", environ.get("JMOE_MOE_CHUNK") or str(Settings.moe_chunk)),
+        moe_chunk=_number(
+            "JMOE_MOE_CHUNK", environ.get("JMOE_MOE_CHUNK") or str(Settings.moe_chunk), "tokens, or 0 for no limit"
+        )
+        or None,
+        workspace=_number("JMOE_WORKSPACE", environ.get("JMOE_WORKSPACE") or "0", "bytes, or 0 for none"),
     )
 
 

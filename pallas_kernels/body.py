@@ -4,13 +4,14 @@ Plain jnp that Triton can lower. NaN survives everything here, in Triton too, wh
 drop it: clamps are written as selects.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.experimental import pallas as pl
 
 from pallas_kernels import bits, lowering
 
@@ -46,6 +47,20 @@ def grouped_order(program: Array, rows: int, cols: int, group: int) -> tuple[Arr
     within = rem(program, group * cols)
     height = jnp.minimum(rows - first, group)
     return first + lax.rem(within, height), lax.div(within, height)
+
+
+def for_share(count: int, programs: int, make: Callable[[Array], None], *, when: Array) -> None:
+    """In a kernel of so many programs: ``make`` of each number below ``count`` that is this program's, ``when`` true.
+
+    ``count`` is at least ``programs``.
+    """
+    first = pl.program_id(0)
+    share = jnp.where(when, div(count - 1 - first, programs) + 1, 0)
+
+    def one(i: Array, carry: None) -> None:
+        make(first + i * programs)
+
+    lowering.loop(share, one, None)
 
 
 def existing(index: Array, extent: int) -> Array:

@@ -87,6 +87,7 @@ class ExpertsSpec:
         at all, and then weights are decoded, e4m3 by bits, without float8 types in a kernel.
       exact: FP8 sums are promoted to float32 at least every 128 of K instead of left to the tensor core.
       w13_packing, w2_packing: of packed weights.
+      expands: packed weights, which fold, are expanded to e4m3 codes before their product; ``tiles`` are of these.
     """
 
     tiles: MoETiles
@@ -100,6 +101,7 @@ class ExpertsSpec:
     exact: bool = True
     w13_packing: Packing | None = None
     w2_packing: Packing | None = None
+    expands: bool = False
 
 
 class Sizes(NamedTuple):
@@ -140,6 +142,9 @@ def checked(experts: Experts, spec: ExpertsSpec) -> Sizes:
     for name, scheme in (("input_scheme", spec.input_scheme), ("intermediate_scheme", spec.intermediate_scheme)):
         if scheme is not None and scheme.format == "int8" and scheme.scale == "static":
             raise ValueError(f"{name}={scheme}: scales of int8 codes are measured")
+    tensor = spec.intermediate_scheme is None or spec.intermediate_scheme.scale == "tensor"
+    if spec.expands and not (spec.w13_packing and spec.w2_packing and not tensor):
+        raise ValueError("weights to expand are packed, and the intermediate's scales are of tokens or given")
     for name, scheme in (("input_scale", spec.input_scheme), ("intermediate_scale", spec.intermediate_scheme)):
         scale = getattr(experts, name)
         if (scheme is not None and scheme.scale == "static") != (scale is not None):

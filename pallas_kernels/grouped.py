@@ -92,6 +92,7 @@ class Product:
       int8: x and w are int8 codes.
       packing: of four-bit weights, None of others; then ``w_block`` says nothing.
       stride: rows from a block's first to the next one's; None is ``block_m``.
+      again: of packed weights that fold, only tiles with rows of many exponents, see ``fourbit.product``.
     """
 
     tile: MatmulTile
@@ -104,6 +105,7 @@ class Product:
     int8: bool = False
     packing: Packing | None = None
     stride: int | None = None
+    again: bool = False
 
     @property
     def cell(self) -> int | None:
@@ -338,6 +340,9 @@ def _for_packed_tiles(
         places, narrow = pieces(at, product)
         return [_part(block, place, half, narrow.tile) for place in places for half in halves]
 
+    if product.again:
+        fourbit.if_many_exponents(x.data, block.row, _packed(w), parts(at), step, lambda totals: finish(at, totals))
+        return
     if product.tile.run == 1:
         finish(at, fourbit.sums(x.data, block.row, _packed(w), parts(at), step))
         return

@@ -85,6 +85,7 @@ def kernel_call(
     num_warps: int,
     num_stages: int,
     interpret: bool = False,
+    overwrites: bool = False,
     **static: Any,
 ) -> Callable[..., Any]:
     """A function of arrays (or trees) that launches ``kernel`` over ``grid``; inputs and outputs are whole arrays.
@@ -96,8 +97,16 @@ def kernel_call(
       out_shape: ``jax.ShapeDtypeStruct``, or a tree of them.
       num_warps, num_stages: see ``compiler_params``.
       interpret: compute with XLA on any device, for tests.
+      overwrites: the last input is what the outputs hold before, and where: what is not stored stays as it was.
       **static: the kernel's static arguments.
     """
+
+    def aliases(arrays: tuple[Any, ...]) -> dict[int, int]:
+        if not overwrites:
+            return {}
+        inputs, outputs = len(jax.tree.leaves(arrays)), len(jax.tree.leaves(out_shape))
+        return {inputs - outputs + i: i for i in range(outputs)}
+
     call = functools.partial(
         pl.pallas_call,
         functools.partial(kernel, **static),
@@ -106,7 +115,9 @@ def kernel_call(
         interpret=interpret,
         name=name,
     )
-    return lambda *arrays: call(out_shape=_varying_like(arrays, out_shape))(*arrays)
+    return lambda *arrays: call(out_shape=_varying_like(arrays, out_shape), input_output_aliases=aliases(arrays))(
+        *arrays
+    )
 
 
 def _varying_like(arrays: Any, out_shape: Any) -> Any:

@@ -7,17 +7,20 @@ slots take two launches altogether, see ``few``.
 """
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from pallas_kernels import body, few, launch
 from pallas_kernels.align import align_chain
 from pallas_kernels.combine import combine
 from pallas_kernels.experts import Experts, ExpertsSpec, InputScheme, checked, weights_of
-from pallas_kernels.grouped import WHOLE, Batched, Input, Product, Routed, Rows
-from pallas_kernels.moe_kernels import Epilogue, first_product, quantise_chain, second_product
+from pallas_kernels.fourbit import expand
+from pallas_kernels.fourbit.packing import Packed
+from pallas_kernels.grouped import WHOLE, Batched, Input, Product, Routed, Rows, Weights
+from pallas_kernels.moe_kernels import Again, Epilogue, first_product, quantise_chain, second_product
 from pallas_kernels.quantize import Choices
 
 
@@ -235,21 +238,26 @@ def _products(
     w13, w2 = weights_of(experts, spec)
     given = experts.intermediate_scale
     product = functools.partial(Product, slots=slots, experts=w13.data.shape[1], exact=spec.exact)
+    first = product(
+        tile=spec.tiles.first,
+        slots_a_row=slots_a_row,
+        w_block=spec.w13_block,
+        packing=spec.w13_packing,
+        x_group=_group(spec.input_scheme),
+        int8=_is_int8(spec.input_scheme),
+    )
+    again = None
+    if spec.expands:
+        x, w13, first, again = _expanded(x, w13, first, interpret)
     h = first_product(
         x,
         w13,
         rows,
         jax.tree.map(jnp.ravel, experts.activation_params),
         None if given is None else given.reshape(-1),
-        product=product(
-            tile=spec.tiles.first,
-            slots_a_row=slots_a_row,
-            w_block=spec.w13_block,
-            packing=spec.w13_packing,
-            x_group=_group(spec.input_scheme),
-            int8=_is_int8(spec.input_scheme),
-        ),
+        product=first,
         epilogue=Epilogue(activation=spec.activation, dtype=spec.dtype, scheme=spec.intermediate_scheme),
+        again=again,
         interpret=interpret,
     )
     second = product(
@@ -259,7 +267,29 @@ def _products(
         x_group=_group(spec.intermediate_scheme),
         int8=_is_int8(spec.intermediate_scheme),
     )
-    return second_product(h, w2, rows, weights, slot_dtype, product=second, interpret=interpret)
+    if spec.expands:
+        h, w2, second, again = _expanded(h, w2, second, interpret)
+    return second_product(h, w2, rows, weights, slot_dtype, product=second, again=again, interpret=interpret)
+
+
+def _expanded(x: Input, w: Weights, product: Product, interpret: bool) -> tuple[Input, Weights, Product, Again]:
+    """The operands of a product with its layer's weights expanded, which waits for x: it takes memory no earlier."""
+    how = product.packing
+    assert how is not None
+    packed = Packed(w.data, w.scale)
+    layer = jnp.zeros(1, jnp.int32) if w.layer is None else w.layer
+    data, layer = lax.optimization_barrier((x.data, layer))
+    codes, scale = expand.expand(packed, how, layer, interpret=interpret)
+    bias = w.bias
+    if bias is not None:
+        bias = lax.dynamic_index_in_dim(bias, body.existing(layer[0], bias.shape[0]))
+    again = replace(product, tile=expand.again_tile(product.tile.block_m), again=True)
+    return (
+        x._replace(data=data),
+        Weights(codes[None], scale[None], bias),
+        replace(product, w_block=(1, WHOLE), packing=None),
+        Again(w, expand.any_beyond(packed, how, layer), again),
+    )
 
 
 def _is_int8(scheme: InputScheme | None) -> bool:

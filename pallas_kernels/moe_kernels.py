@@ -9,6 +9,7 @@ multiplies by the router weight. Both are float32.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import body, grouped, launch, lowering, quantize
 from pallas_kernels.activation import Activation, ActivationParams, activate
 from pallas_kernels.experts import InputScheme
+from pallas_kernels.fourbit.expand import AGAIN_PROGRAMS
 from pallas_kernels.grouped import At, Batched, Block, Input, Product, Rows, Weights
 from pallas_kernels.lowering import arange, load, store
 from pallas_kernels.tuning.heuristics import MatmulTile
@@ -64,6 +66,17 @@ class Epilogue:
         return self.static or self.group == tile.block_n
 
 
+class Again(NamedTuple):
+    """What is made again of a product with expanded weights: ``product`` with packed ``w``, if ``any`` (1,) is not 0.
+
+    ``product`` is of ``Product.again``.
+    """
+
+    w: Weights
+    any: Array
+    product: Product
+
+
 class _Operands(NamedTuple):
     """Refs of the first product beside x and w: activation constants, and the intermediate's static scale."""
 
@@ -80,11 +93,12 @@ def first_product(
     *,
     product: Product,
     epilogue: Epilogue,
+    again: Again | None = None,
     interpret: bool,
 ) -> Input:
     """The intermediate (S, I) of every slot, quantised as ``epilogue`` says; rows of slots in no block are undefined.
 
-    ``given`` is float32 (1,) or (E,), of a static scheme.
+    ``given`` is float32 (1,) or (E,), of a static scheme. Nothing is made ``again`` where the scale is the tensor's.
     """
     tile, columns, scheme = product.tile, product.columns(w), epilogue.scheme
     operands = _Operands(params, given)
@@ -102,6 +116,18 @@ def first_product(
         product=product,
         epilogue=epilogue,
     )(x, w, rows, operands)
+    if again is not None:
+        assert scheme is not None and scheme.scale != "tensor"
+        [hidden] = _made_again(
+            _first_again,
+            "moe_first_again",
+            again,
+            rows,
+            columns,
+            epilogue=epilogue,
+            interpret=interpret,
+            before=[hidden],
+        )(x, again.w, rows, operands, again.any, [hidden])
     if scheme is None:
         return Input(hidden.data)
     if scheme.scale == "static":
@@ -112,6 +138,36 @@ def first_product(
     chain = quantise_chain(hidden.data, scheme, amax=hidden.amax)
     [(codes, scale)] = launch.run_chains("moe_requantize", chain, interpret=interpret)
     return Input(codes, scale)
+
+
+def _made_again(
+    kernel: Callable[..., None],
+    name: str,
+    again: Again,
+    rows: Rows,
+    columns: int,
+    *,
+    before: Any,
+    interpret: bool,
+    **static: Any,
+) -> Callable[..., Any]:
+    """A launch of ``kernel`` over what there is to make again, which overwrites ``before``, its last input."""
+    [tiles] = again.product.grid(rows, columns)
+    programs = min(tiles, AGAIN_PROGRAMS)
+    return lowering.kernel_call(
+        kernel,
+        name=name,
+        grid=(programs,),
+        out_shape=jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), before),
+        num_warps=again.product.tile.num_warps,
+        num_stages=again.product.tile.num_stages,
+        interpret=interpret,
+        overwrites=True,
+        product=again.product,
+        tiles=tiles,
+        programs=programs,
+        **static,
+    )
 
 
 def _hidden_shapes(product: Product, columns: int, blocks: int, epilogue: Epilogue, *, per_expert: bool) -> _Hidden:
@@ -166,7 +222,40 @@ def _first_kernel(
     product: Product,
     epilogue: Epilogue,
 ) -> None:
-    at = grouped.place(pl.program_id(0), w, rows, product)
+    _first(pl.program_id(0), x, w, rows, operands, out, product, epilogue)
+
+
+def _first_again(
+    x: Input,
+    w: Weights,
+    rows: Rows,
+    operands: _Operands,
+    any_ref: Any,
+    before: list[_Hidden],
+    out: _Hidden,
+    *,
+    product: Product,
+    epilogue: Epilogue,
+    tiles: int,
+    programs: int,
+) -> None:
+    def make(number: Array) -> None:
+        _first(number, x, w, rows, operands, out, product, epilogue)
+
+    body.for_share(tiles, programs, make, when=load(any_ref, (0,)) > 0)
+
+
+def _first(
+    program: Array,
+    x: Input,
+    w: Weights,
+    rows: Rows,
+    operands: _Operands,
+    out: _Hidden,
+    product: Product,
+    epilogue: Epilogue,
+) -> None:
+    at = grouped.place(program, w, rows, product)
     tiles = product.tiles(product.columns(w))
 
     def finish(product: Product, at: At, totals: grouped.Sums) -> None:
@@ -247,6 +336,7 @@ def second_product(
     out_dtype: jax.typing.DTypeLike,
     *,
     product: Product,
+    again: Again | None = None,
     interpret: bool,
 ) -> Array:
     """Every slot's result (S, H); rows of slots in no block are undefined.
@@ -258,10 +348,11 @@ def second_product(
       weights: float32 (S,), router weights, or None for none.
       out_dtype: of the result.
       product: static facts.
+      again: what is made again where ``w`` is expanded.
       interpret: compute with XLA on any device, for tests.
     """
     tile, columns = product.tile, product.columns(w)
-    return lowering.kernel_call(
+    y = lowering.kernel_call(
         _second_kernel,
         name="moe_second",
         grid=product.grid(rows, columns),
@@ -271,12 +362,41 @@ def second_product(
         interpret=interpret,
         product=product,
     )(h, w, rows, weights)
+    if again is None:
+        return y
+    launch_again = _made_again(_second_again, "moe_second_again", again, rows, columns, interpret=interpret, before=y)
+    return launch_again(h, again.w, rows, weights, again.any, y)
 
 
 def _second_kernel(
     h: Input, w: Weights, rows: Rows, weights_ref: Any | None, out_ref: Any, *, product: Product
 ) -> None:
-    at = grouped.place(pl.program_id(0), w, rows, product)
+    _second(pl.program_id(0), h, w, rows, weights_ref, out_ref, product)
+
+
+def _second_again(
+    h: Input,
+    w: Weights,
+    rows: Rows,
+    weights_ref: Any | None,
+    any_ref: Any,
+    before_ref: Any,
+    out_ref: Any,
+    *,
+    product: Product,
+    tiles: int,
+    programs: int,
+) -> None:
+    def make(number: Array) -> None:
+        _second(number, h, w, rows, weights_ref, out_ref, product)
+
+    body.for_share(tiles, programs, make, when=load(any_ref, (0,)) > 0)
+
+
+def _second(
+    program: Array, h: Input, w: Weights, rows: Rows, weights_ref: Any | None, out_ref: Any, product: Product
+) -> None:
+    at = grouped.place(program, w, rows, product)
 
     def finish(product: Product, at: At, totals: grouped.Sums) -> None:
         # Located again, so that no slots are held in registers over the loop.
@@ -297,7 +417,7 @@ def _second_kernel(
 
     whole = grouped.for_used(rows, at, product, make)
 
-    if isinstance(rows, Batched):
+    if isinstance(rows, Batched) and not product.again:
         # Rows that do not count are zero, whichever block they lie in.
         def clear(number: Array, carry: None) -> None:
             index, inside = _where(whole, at._replace(tile=at.tile + number), w, product)

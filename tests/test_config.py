@@ -107,6 +107,10 @@ def test_the_environment_sets_names():
     assert from_environment({"JMOE_MOE_CHUNK": "4096"}) == Settings(moe_chunk=4096)
     with pytest.raises(ValueError, match="JMOE_MOE_CHUNK='many' must be a number of tokens, or 0 for no limit"):
         from_environment({"JMOE_MOE_CHUNK": "many"})
+    assert from_environment({"JMOE_WORKSPACE": "1000000"}) == Settings(workspace=1000000)
+    assert from_environment({"JMOE_WORKSPACE": ""}) == Settings()
+    with pytest.raises(ValueError, match="JMOE_WORKSPACE='1e9' must be a number of bytes, or 0 for none"):
+        from_environment({"JMOE_WORKSPACE": "1e9"})
     assert from_environment({"JMOE_DEVICE": "", "JMOE_IMPLEMENTATION": ""}) == Settings()
 
 

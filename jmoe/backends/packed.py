@@ -3,13 +3,20 @@
 from typing import Any
 
 from jmoe.backends.spec import OpSpec
+from jmoe.config import config
 from jmoe.qtensor import QTensor, packing_of
-from jmoe.scheme import Recipe
+from jmoe.scheme import Recipe, Scheme, recipe_of
 from pallas_kernels.fourbit.packing import Packed, Packing, supports_group
 from pallas_kernels.layouts import CANONICAL, PACKED_BFLOAT16, PACKED_E4M3, Layout
 from pallas_kernels.tuning.fourbit import Kind, linear_tile, moe_tiles
 from pallas_kernels.tuning.heuristics import MatmulTile
 from pallas_kernels.tuning.moe_heuristics import MoETiles
+
+_LINEAR_ROWS = 1024
+"""Fewest rows of x for which expanding the weights of a linear takes less time than it saves."""
+
+_EXPERT_ROWS = 256
+"""The same for the rows of an expert, on average."""
 
 
 def is_packed(recipe: Recipe) -> bool:
@@ -87,6 +94,40 @@ def tiles_of_experts(op: OpSpec, **facts: Any) -> MoETiles:
         batched=op.op == "batched_experts",
         **facts,
     )
+
+
+def workspace(op: OpSpec, tokens: int) -> int:
+    """Bytes that the operation's weights are expanded into, the most at a time; 0 where they are not.
+
+    They are where ``jmoe.config.workspace`` has room and rows are so many that it pays. w13 is no longer needed when w2
+    is expanded. ``tokens`` are those that a layer takes at a time.
+    """
+    second = op.second_recipe or op.recipe
+    if op.batch_invariant or {layout_of(op.recipe), layout_of(second)} != {PACKED_E4M3}:
+        return 0
+    if op.op == "linear":
+        rows, least = tokens, _LINEAR_ROWS
+        needed = _packing(op.recipe, op.features, op.hidden).expanded_bytes
+    else:
+        experts = max(op.experts, op.global_experts, 1)
+        rows, least = tokens if op.op == "batched_experts" else tokens * op.top_k // experts, _EXPERT_ROWS
+        first = _packing(op.recipe, op.intermediate, op.hidden).expanded_bytes
+        needed = op.experts * max(
+            (2 if op.gated else 1) * first, _packing(second, op.hidden, op.intermediate).expanded_bytes
+        )
+        assert second.input is not None
+        if second.input.block[0] == -1 and not second.input.static:  # measured by programs of other tiles
+            return 0
+    empty = not (op.hidden and (op.features if op.op == "linear" else op.intermediate and op.experts))
+    return 0 if empty or rows < least or needed > config.workspace else needed
+
+
+def expanded(op: OpSpec) -> OpSpec:
+    """The operation as one on the expanded weights: e4m3 codes with a scale a row."""
+    weight = Scheme(format="e4m3", block=(1, -1))
+    recipe = recipe_of(weight, op.recipe.input)
+    second = None if op.second_recipe is None else recipe_of(weight, op.second_recipe.input)
+    return op.replace(recipe=recipe, second_recipe=second, layout=CANONICAL)
 
 
 def parts(w: QTensor) -> tuple[Packed, Packing]:

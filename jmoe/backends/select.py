@@ -132,4 +132,5 @@ def _selection(name: str, reason: str, plan: Plan, considered: tuple[Considered,
         layout=plan.layout,
         launches=plan.launches,
         note=plan.note,
+        workspace=plan.workspace,
     )

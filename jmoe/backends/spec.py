@@ -267,6 +267,7 @@ class Plan:
       layout: the arrangement it wants weights in.
       launches: kernels a call launches, or None where XLA decides.
       note: what a user should know (an emulation, a repacking), or "".
+      workspace: bytes of temporary memory that weights are expanded into, the most at a time; 0 where they are not.
     """
 
     tiles: tuple[tuple[str, Any], ...] = ()
@@ -275,6 +276,7 @@ class Plan:
     layout: Layout = CANONICAL
     launches: int | None = None
     note: str = ""
+    workspace: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +297,7 @@ class Selection:
 
     Attributes:
       implementation: the one taken.
-      tiles, tiles_from, accumulation, layout, launches, note: its ``Plan``.
+      tiles, tiles_from, accumulation, layout, launches, note, workspace: its ``Plan``.
       considered: every implementation in order, accepted or with the reason why not.
       reason: why this one.
     """
@@ -309,6 +311,7 @@ class Selection:
     layout: Layout = CANONICAL
     launches: int | None = None
     note: str = ""
+    workspace: int = 0
 
     @property
     def why(self) -> str:

@@ -46,10 +46,18 @@ def plan(op: OpSpec, device: DeviceSpec, *, explicit: bool) -> Plan:
     for reason in _refusals(op, device):
         raise NotImplementedError(reason)
     accumulation = op.accumulation or "exact"
-    measured = tuned.find(op, device, accumulation)
-    tiles, origin = measured or (heuristic_tiles(op, device, accumulation), "heuristic")
-    layout, note = packed.layout_of(op.recipe), _note(op, accumulation)
-    return Plan(tiles=tiles, tiles_from=origin, accumulation=accumulation, layout=layout, note=note)
+    workspace = packed.workspace(op, _chunk(op) or op.tokens)
+    multiplied = packed.expanded(op) if workspace else op
+    measured = tuned.find(multiplied, device, accumulation)
+    tiles, origin = measured or (heuristic_tiles(multiplied, device, accumulation), "heuristic")
+    return Plan(
+        tiles=tiles,
+        tiles_from=origin,
+        accumulation=accumulation,
+        layout=packed.layout_of(op.recipe),
+        note=_note(op, accumulation, workspace),
+        workspace=workspace,
+    )
 
 
 def heuristic_tiles(op: OpSpec, device: DeviceSpec, accumulation: Accumulation) -> tuple[tuple[str, Any], ...]:
@@ -98,8 +106,10 @@ def _tiles_of_experts(op: OpSpec, exact: bool, facts: dict[str, Any]) -> MoETile
     )
 
 
-def _note(op: OpSpec, accumulation: str) -> str:
+def _note(op: OpSpec, accumulation: str, workspace: int) -> str:
     notes = []
+    if workspace:
+        notes.append(f"weights are expanded to e4m3 in a workspace of {-(-workspace // 10**6)} MB, in every call")
     if accumulation == "fast" and operands_of(op) == "fp8" and packed.layout_of(op.recipe) != PACKED_BFLOAT16:
         notes.append("FP8 sums stay in the tensor core for all of K; accumulation='exact' promotes them every 128")
     if chunk := _chunk(op):
@@ -217,7 +227,8 @@ def linear(op: OpSpec, selection: Selection, args: LinearArgs) -> Array:
 
         assert isinstance(args.w, QTensor)
         w, how = packed.parts(args.w)
-        return fourbit.linear(
+        product = fourbit.expanded_linear if selection.workspace else fourbit.linear
+        return product(
             x,
             w,
             packing=how,
@@ -363,6 +374,7 @@ def _experts_spec(op: OpSpec, selection: Selection, args: MoEArgs | BatchedArgs)
         exact=selection.accumulation == "exact",
         w13_packing=packed.parts(args.w13)[1] if _is_packed(args.w13) else None,
         w2_packing=packed.parts(args.w2)[1] if _is_packed(args.w2) else None,
+        expands=selection.workspace > 0,
     )
 
 

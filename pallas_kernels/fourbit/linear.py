@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels import body, lowering
-from pallas_kernels.fourbit import product
+from pallas_kernels import body, lowering, matmul
+from pallas_kernels.fourbit import expand, product
 from pallas_kernels.fourbit.packing import ROWS, Packed, Packing
 from pallas_kernels.fourbit.product import Part, Step
 from pallas_kernels.lowering import arange, load, store
@@ -103,18 +103,125 @@ def linear(
     return y if split == 1 else _finish(y, ends, static, out_dtype, interpret)
 
 
+def expanded_linear(
+    x: Array,
+    w: Packed,
+    *,
+    packing: Packing,
+    x_scale: Array | None = None,
+    bias: Array | None = None,
+    activation: str | None = None,
+    layer: Array | None = None,
+    exact: bool = True,
+    out_dtype: jax.typing.DTypeLike = jnp.bfloat16,
+    tile: MatmulTile,
+    interpret: bool = False,
+) -> Array:
+    """``linear`` of weights that are expanded to e4m3 codes before, (N, K) bytes and 4 N for their scales.
+
+    Where rows of w have exponents that e4m3's cannot all take in, the blocks of such rows are computed again from the
+    packed weights. ``packing.folds``, N and K are not 0, ``tile`` is of ``matmul.linear``; else as for ``linear``.
+    """
+    stacked = layer is not None
+    index = jnp.zeros(1, jnp.int32) if layer is None else layer.astype(jnp.int32).reshape(1)
+    if not stacked:
+        w, bias = jax.tree.map(lambda a: a[None], (w, bias))
+    _check(x, w, packing, x_scale, bias)
+    layers, m = w.data.shape[0], x.shape[0]
+    codes, scale = expand.expand(w, packing, index, interpret=interpret)
+    y = matmul.linear(
+        x,
+        codes,
+        scale,
+        x_scale=x_scale,
+        w_block=(1, -1),
+        bias=None if bias is None else lax.dynamic_index_in_dim(bias, body.existing(index[0], layers), 0, False),
+        activation=activation,
+        exact=exact,
+        out_dtype=out_dtype,
+        tile=tile,
+        interpret=interpret,
+    )
+    if not m:
+        return y
+    again = expand.again_tile(64)
+    static = _Static(Step(packing, again, exact), m, layers, activation)
+    tiles = pl.cdiv(m, again.block_m) * pl.cdiv(packing.n, again.block_n)
+    programs = min(tiles, expand.AGAIN_PROGRAMS)
+    return lowering.kernel_call(
+        _again_kernel,
+        name="linear_w4_again",
+        grid=(programs,),
+        out_shape=jax.ShapeDtypeStruct(y.shape, y.dtype),
+        num_warps=again.num_warps,
+        num_stages=again.num_stages,
+        interpret=interpret,
+        overwrites=True,
+        static=static,
+        tiles=tiles,
+        programs=programs,
+    )(x, w, _Ends(x_scale, bias, index), expand.any_beyond(w, packing, index), y)
+
+
 def _kernel(x_ref: Any, w: Packed, ends: _Ends, out_ref: Any, *, static: _Static) -> None:
-    packing, tile, _ = static.step
-    program, split = pl.program_id(0), tile.split_k
+    program, split = pl.program_id(0), static.step.tile.split_k
+    row, part = _place(body.div(program, split), ends, static)
+    share = body.rem(program, split) if split > 1 else None
+    [total] = product.sums(x_ref, _existing(row, static), w, [part], static.step, share=share)
+    _store(total, row, part, share, w, ends, out_ref, static)
+
+
+def _again_kernel(
+    x_ref: Any,
+    w: Packed,
+    ends: _Ends,
+    any_ref: Any,
+    before_ref: Any,
+    out_ref: Any,
+    *,
+    static: _Static,
+    tiles: int,
+    programs: int,
+) -> None:
+    """Stores the tiles that have rows of w with many exponents."""
+
+    def make(number: Array) -> None:
+        row, part = _place(number, ends, static)
+
+        def finish(totals: list[Array]) -> None:
+            _store(totals[0], row, part, None, w, ends, out_ref, static)
+
+        product.if_many_exponents(x_ref, _existing(row, static), w, [part], static.step, finish)
+
+    body.for_share(tiles, programs, make, when=load(any_ref, (0,)) > 0)
+
+
+def _place(number: Array, ends: _Ends, static: _Static) -> tuple[Array, Part]:
+    """Rows of x, those past the end too, and of w of a tile."""
+    tile = static.step.tile
     row_block, col_block = body.grouped_order(
-        body.div(program, split), pl.cdiv(static.m, tile.block_m), pl.cdiv(packing.n, tile.block_n), tile.group
+        number, pl.cdiv(static.m, tile.block_m), pl.cdiv(static.step.packing.n, tile.block_n), tile.group
     )
     row = row_block * tile.block_m + arange(tile.block_m)
-    col = col_block * tile.block_n + arange(tile.block_n)
-    part = Part((_layer(ends, static),), col)
-    existing = row if static.m % tile.block_m == 0 else jnp.minimum(row, static.m - 1)
-    share = body.rem(program, split) if split > 1 else None
-    [total] = product.sums(x_ref, existing, w, [part], static.step, share=share)
+    return row, Part((_layer(ends, static),), col_block * tile.block_n + arange(tile.block_n))
+
+
+def _existing(row: Array, static: _Static) -> Array:
+    return row if static.m % static.step.tile.block_m == 0 else jnp.minimum(row, static.m - 1)
+
+
+def _store(
+    total: Array,
+    row: Array,
+    part: Part,
+    share: Array | None,
+    w: Packed,
+    ends: _Ends,
+    out_ref: Any,
+    static: _Static,
+) -> None:
+    """Stores what a tile's sums come to, or with a ``share`` of K the scaled sums."""
+    packing, col, existing = static.step.packing, part.rows, _existing(row, static)
     total = total * product.row_scale(w, part, packing)[:, None]
     if ends.x_scale is not None:
         scale = load(ends.x_scale, (existing if ends.x_scale.shape[0] > 1 else 0, 0))

@@ -146,6 +146,11 @@ class Packing:
         return self.operand == "e4m3" and self.scale == "e8m0"
 
     @property
+    def expanded_bytes(self) -> int:
+        """Bytes of e4m3 codes, and a float32 scale a row, that it would be expanded to."""
+        return self.n * (self.k + 4)
+
+    @property
     def held_top(self) -> int:
         """What a row's largest exponent is held as: bfloat16's largest, or the last of those that e4m3 takes in."""
         return FOLDED - 1 if self.folds else 254

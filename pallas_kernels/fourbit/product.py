@@ -79,9 +79,18 @@ def sums(
         found = lowering.loop(last, functools.partial(advance, masked=True), found, start=end_of_whole)
     if not packing.folds:
         return found
-    passes = _passes(w, parts, packing)
+    passes = passes_of(w, parts, packing)
     in_passes = functools.partial(_in_passes, x, row, w, parts, step, first, last, passes)
     return lax.cond(passes > 1, in_passes, lambda: found)
+
+
+def if_many_exponents(
+    x: Any, row: Array, w: Packed, parts: Sequence[Part], step: Step, finish: Callable[[list[Array]], None]
+) -> None:
+    """In a kernel: ``finish(sums)``, as ``sums`` are, where any row of the parts needs several passes, else nothing."""
+    packing, tile, _ = step
+    passes, last = passes_of(w, parts, packing), pl.cdiv(packing.k, tile.block_k)
+    pl.when(passes > 1)(lambda: finish(_in_passes(x, row, w, parts, step, 0, last, passes)))
 
 
 def row_scale(w: Packed, part: Part, packing: Packing) -> Array:
@@ -121,8 +130,8 @@ def _word_column(rows: Array, packing: Packing) -> Array:
     return _row_tile(rows, packing) * ROWS + body.rem(rows, ROWS)
 
 
-def _passes(w: Packed, parts: Sequence[Part], packing: Packing) -> Array:
-    """The most passes that any of a program's rows of w needs, int32."""
+def passes_of(w: Packed, parts: Sequence[Part], packing: Packing) -> Array:
+    """In a kernel: the most passes that any of a program's rows of w needs, int32."""
     words = [load(w.scale, (*p.matrix, packing.words, _word_column(p.rows, packing))) for p in parts]
     return functools.reduce(jnp.maximum, [jnp.max((word >> np.uint32(8)).astype(jnp.int32)) for word in words])
 
@@ -257,7 +266,7 @@ def for_runs(
         return
 
     def most(number: Array, passes: Array) -> Array:
-        return jnp.maximum(passes, _passes(w, parts_of(number), packing))
+        return jnp.maximum(passes, passes_of(w, parts_of(number), packing))
 
     passes = lowering.loop(count, most, jnp.int32(1))
 
