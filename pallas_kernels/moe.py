@@ -276,10 +276,9 @@ def _expanded(x: Input, w: Weights, product: Product, interpret: bool) -> tuple[
     """The operands of a product with its layer's weights expanded, which waits for x: it takes memory no earlier."""
     how = product.packing
     assert how is not None
-    packed = Packed(w.data, w.scale)
     layer = jnp.zeros(1, jnp.int32) if w.layer is None else w.layer
     data, layer = lax.optimization_barrier((x.data, layer))
-    codes, scale = expand.expand(packed, how, layer, interpret=interpret)
+    codes, scale, passes = expand.expand(Packed(w.data, w.scale), how, layer, interpret=interpret)
     bias = w.bias
     if bias is not None:
         bias = lax.dynamic_index_in_dim(bias, body.existing(layer[0], bias.shape[0]))
@@ -288,7 +287,7 @@ def _expanded(x: Input, w: Weights, product: Product, interpret: bool) -> tuple[
         x._replace(data=data),
         Weights(codes[None], scale[None], bias),
         replace(product, w_block=(1, WHOLE), packing=None),
-        Again(w, expand.any_beyond(packed, how, layer), again),
+        Again(w, passes, again),
     )
 
 

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import body, grouped, launch, lowering, quantize
 from pallas_kernels.activation import Activation, ActivationParams, activate
 from pallas_kernels.experts import InputScheme
-from pallas_kernels.fourbit.expand import AGAIN_PROGRAMS
+from pallas_kernels.fourbit.expand import AGAIN_PROGRAMS, any_beyond
 from pallas_kernels.grouped import At, Batched, Block, Input, Product, Rows, Weights
 from pallas_kernels.lowering import arange, load, store
 from pallas_kernels.tuning.heuristics import MatmulTile
@@ -67,13 +67,13 @@ class Epilogue:
 
 
 class Again(NamedTuple):
-    """What is made again of a product with expanded weights: ``product`` with packed ``w``, if ``any`` (1,) is not 0.
+    """What is made again of a product with expanded weights: ``product`` with packed ``w``, of rows of many exponents.
 
-    ``product`` is of ``Product.again``.
+    ``product`` is of ``Product.again``, ``passes`` as in ``fourbit.expand.Expanded``.
     """
 
     w: Weights
-    any: Array
+    passes: Array
     product: Product
 
 
@@ -127,7 +127,7 @@ def first_product(
             epilogue=epilogue,
             interpret=interpret,
             before=[hidden],
-        )(x, again.w, rows, operands, again.any, [hidden])
+        )(x, again.w, rows, operands, again.passes, [hidden])
     if scheme is None:
         return Input(hidden.data)
     if scheme.scale == "static":
@@ -230,7 +230,7 @@ def _first_again(
     w: Weights,
     rows: Rows,
     operands: _Operands,
-    any_ref: Any,
+    passes: Any,
     before: list[_Hidden],
     out: _Hidden,
     *,
@@ -242,7 +242,7 @@ def _first_again(
     def make(number: Array) -> None:
         _first(number, x, w, rows, operands, out, product, epilogue)
 
-    body.for_share(tiles, programs, make, when=load(any_ref, (0,)) > 0)
+    body.for_share(tiles, programs, make, when=any_beyond(passes))
 
 
 def _first(
@@ -365,7 +365,7 @@ def second_product(
     if again is None:
         return y
     launch_again = _made_again(_second_again, "moe_second_again", again, rows, columns, interpret=interpret, before=y)
-    return launch_again(h, again.w, rows, weights, again.any, y)
+    return launch_again(h, again.w, rows, weights, again.passes, y)
 
 
 def _second_kernel(
@@ -379,7 +379,7 @@ def _second_again(
     w: Weights,
     rows: Rows,
     weights_ref: Any | None,
-    any_ref: Any,
+    passes: Any,
     before_ref: Any,
     out_ref: Any,
     *,
@@ -390,7 +390,7 @@ def _second_again(
     def make(number: Array) -> None:
         _second(number, h, w, rows, weights_ref, out_ref, product)
 
-    body.for_share(tiles, programs, make, when=load(any_ref, (0,)) > 0)
+    body.for_share(tiles, programs, make, when=any_beyond(passes))
 
 
 def _second(

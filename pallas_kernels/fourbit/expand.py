@@ -3,8 +3,8 @@
     w[n, k] = scale[n] * codes[n, k]
 
 Codes and scales are those that the products of ``product`` make in registers, so products with them are the same but
-for the order of their sums. Exact for rows whose exponents e4m3's own takes in; others are wrong, and ``any_beyond``
-says whether there are any, so that what was made of them can be made again.
+for the order of their sums. Exact for rows whose exponents e4m3's own takes in; others are wrong, and ``passes`` says
+where there are any, so that what was made of them can be made again.
 """
 
 import math
@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.experimental import pallas as pl
 
 from pallas_kernels import body, lowering
@@ -26,12 +25,21 @@ from pallas_kernels.tuning.heuristics import MatmulTile
 AGAIN_PROGRAMS = 256
 """Programs that share what is made again: few, since mostly there is nothing to do."""
 
+_LANES = 1024
+
 
 class Expanded(NamedTuple):
-    """codes: float8_e4m3fn (..., N, K); scale: float32 (..., N, 1), which multiplies."""
+    """A layer's expanded matrices.
+
+    Attributes:
+      codes: float8_e4m3fn (..., N, K).
+      scale: float32 (..., N, 1), which multiplies.
+      passes: int32 (tiles,), the most passes that rows of each tile of 64 need; those that need one are exact.
+    """
 
     codes: Any
     scale: Any
+    passes: Any
 
 
 def again_tile(block_m: int) -> MatmulTile:
@@ -39,16 +47,15 @@ def again_tile(block_m: int) -> MatmulTile:
     return MatmulTile(block_m=block_m, block_n=ROWS, block_k=COLUMNS, num_warps=4, num_stages=3, swap=True)
 
 
-def any_beyond(w: Packed, packing: Packing, layer: Array) -> Array:
-    """Whether a layer has rows whose exponents e4m3's cannot all take in: int32 (1,), 0 or 1.
+def any_beyond(passes: Any) -> Array:
+    """In a kernel: whether ``Expanded.passes`` has rows whose exponents e4m3's cannot all take in."""
+    count = passes.shape[0]
+    lane = arange(min(body.pow2_at_least(count), _LANES))
 
-    Args:
-      w: packed (L, ..., N, K) that ``packing.folds``.
-      packing: how.
-      layer: int32 (1,), which of the L layers, as kernels take it.
-    """
-    rows = lax.dynamic_index_in_dim(w.scale[..., packing.words, :], body.existing(layer[0], w.scale.shape[0]), axis=0)
-    return (jnp.max(rows >> np.uint32(8)) > 1).astype(jnp.int32).reshape(1)
+    def most(i: Array, found: Array) -> Array:
+        return jnp.maximum(found, jnp.max(load(passes, (jnp.minimum(i * _LANES + lane, count - 1),))))
+
+    return lowering.loop(pl.cdiv(count, _LANES), most, jnp.int32(1)) > 1
 
 
 def expand(w: Packed, packing: Packing, layer: Array, *, interpret: bool = False) -> Expanded:
@@ -70,6 +77,7 @@ def expand(w: Packed, packing: Packing, layer: Array, *, interpret: bool = False
     out = Expanded(
         jax.ShapeDtypeStruct((*matrices, packing.n, packing.k), body.F8),
         jax.ShapeDtypeStruct((*matrices, packing.n, 1), jnp.float32),
+        jax.ShapeDtypeStruct((math.prod(matrices) * packing.row_tiles,), jnp.int32),
     )
     [expanded] = lowering.kernel_call(
         _kernel,
@@ -91,8 +99,8 @@ def _tiles_a_step(packing: Packing) -> int:
 
 
 def _kernel(w: Packed, layer: Any, out: Expanded, *, packing: Packing, steps: int) -> None:
-    rest, step = body.div(pl.program_id(0), steps), body.rem(pl.program_id(0), steps)
-    row_tile, rest = body.rem(rest, packing.row_tiles), body.div(rest, packing.row_tiles)
+    number, step = body.div(pl.program_id(0), steps), body.rem(pl.program_id(0), steps)
+    row_tile, rest = body.rem(number, packing.row_tiles), body.div(number, packing.row_tiles)
     matrix: tuple[Array, ...] = ()
     for extent in reversed(w.data.shape[1:-2]):
         matrix, rest = (body.rem(rest, extent), *matrix), body.div(rest, extent)
@@ -111,3 +119,4 @@ def _kernel(w: Packed, layer: Any, out: Expanded, *, packing: Packing, steps: in
     @pl.when(step == 0)
     def _() -> None:
         store(out.scale, (*matrix, rows, 0), product.row_scale(w, part, packing), mask=inside)
+        store(out.passes, (number,), product.passes_of(w, [part], packing))

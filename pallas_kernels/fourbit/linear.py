@@ -128,7 +128,7 @@ def expanded_linear(
         w, bias = jax.tree.map(lambda a: a[None], (w, bias))
     _check(x, w, packing, x_scale, bias)
     layers, m = w.data.shape[0], x.shape[0]
-    codes, scale = expand.expand(w, packing, index, interpret=interpret)
+    codes, scale, passes = expand.expand(w, packing, index, interpret=interpret)
     y = matmul.linear(
         x,
         codes,
@@ -160,7 +160,7 @@ def expanded_linear(
         static=static,
         tiles=tiles,
         programs=programs,
-    )(x, w, _Ends(x_scale, bias, index), expand.any_beyond(w, packing, index), y)
+    )(x, w, _Ends(x_scale, bias, index), passes, y)
 
 
 def _kernel(x_ref: Any, w: Packed, ends: _Ends, out_ref: Any, *, static: _Static) -> None:
@@ -175,7 +175,7 @@ def _again_kernel(
     x_ref: Any,
     w: Packed,
     ends: _Ends,
-    any_ref: Any,
+    passes_ref: Any,
     before_ref: Any,
     out_ref: Any,
     *,
@@ -193,7 +193,7 @@ def _again_kernel(
 
         product.if_many_exponents(x_ref, _existing(row, static), w, [part], static.step, finish)
 
-    body.for_share(tiles, programs, make, when=load(any_ref, (0,)) > 0)
+    body.for_share(tiles, programs, make, when=expand.any_beyond(passes_ref))
 
 
 def _place(number: Array, ends: _Ends, static: _Static) -> tuple[Array, Part]:

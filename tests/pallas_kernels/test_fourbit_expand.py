@@ -37,10 +37,10 @@ def test_codes_times_scales_are_the_weights(shape):
     q = jmoe.quantize(wide(shape, 9), "mxfp4_a8")
     packing = cases.packing_of(q)
     w = jax.tree.map(lambda a: a[None], cases.packed(q))
-    codes, scale = expand.expand(w, packing, FEW, interpret=True)
+    codes, scale, passes = expand.expand(w, packing, FEW, interpret=True)
     assert (codes.shape, codes.dtype, scale.shape, scale.dtype) == (shape, jnp.float8_e4m3fn, (shape[0], 1), "float32")
     np.testing.assert_array_equal(np.asarray(codes, np.float32) * scale, q.dequantize())
-    assert expand.any_beyond(w, packing, FEW).tolist() == [0]
+    assert passes.tolist() == [1] * packing.row_tiles
     assert codes.nbytes + scale.nbytes == packing.expanded_bytes
 
 
@@ -50,11 +50,12 @@ def test_one_layer_of_several_is_expanded(layer):
     w = wide((3, 2, 70, 140), 9).at[1].mul(jnp.exp2(-30.0 * (jnp.arange(140) // 32)))
     q = jmoe.quantize(w, "mxfp4_a8")
     packing, index = cases.packing_of(q), jnp.full(1, layer, jnp.int32)
-    codes, scale = expand.expand(cases.packed(q), packing, index, interpret=True)
+    codes, scale, passes = expand.expand(cases.packed(q), packing, index, interpret=True)
     wanted = q.dequantize()[min(layer, 2)]
     np.testing.assert_array_equal(np.asarray(codes, np.float32) * scale, wanted)
-    assert expand.any_beyond(cases.packed(q), packing, index).tolist() == [0]
-    assert expand.any_beyond(cases.packed(q), packing, FEW + 1).tolist() == [1]
+    assert passes.tolist() == [1] * 4
+    *_, passes = expand.expand(cases.packed(q), packing, FEW + 1, interpret=True)
+    assert passes.tolist() == [1 + 4 * 30 // 12] * 4
 
 
 def test_scales_that_do_not_fold_are_refused():
@@ -88,7 +89,8 @@ def test_rows_of_many_exponents_are_those_of_packed_weights(exponents):
     # Large where weights of these rows are small, so that each group counts.
     x = (jax.random.normal(jax.random.key(1), (70, 300)) / jnp.abs(w[rows]).max(axis=0)).astype(jnp.bfloat16)
     found, wanted = both(q, x, layer=jnp.int32(0), bias=jnp.ones((2, 200)))
-    codes, scale = expand.expand(cases.packed(q), cases.packing_of(q), FEW, interpret=True)
+    codes, scale, passes = expand.expand(cases.packed(q), cases.packing_of(q), FEW, interpret=True)
+    assert (passes > 1).tolist() == [False, True, False, False]
     expanded = np.asarray(codes, np.float32) * scale
     assert not np.array_equal(expanded[rows], q.dequantize()[0][rows])
     np.testing.assert_array_equal(
