@@ -19,6 +19,7 @@ import jmoe
 from jmoe.backends.spec import DeviceSpec
 from pallas_kernels import lowering, quantize
 from pallas_kernels.fourbit import decode
+from pallas_kernels.fourbit.expand import expand
 from pallas_kernels.fourbit.linear import linear
 from pallas_kernels.lowering import arange, load, store
 from pallas_kernels.moe import fused_moe
@@ -224,3 +225,51 @@ def test_layers_are_the_references(case, routing, layers):
         # I02: equal bits in twenty runs.
         for _ in range(19):
             assert jnp.array_equal(layers[case](jax.random.key(case.tokens), ids)[1], first)
+
+
+@pytest.mark.parametrize("shape", [(2, 4096, 2048), (2, 1000, 2880), (2, 70, 333)], ids=str)
+def test_expanded_weights_are_the_weights(shape):
+    if not is_served("mxfp4_a8"):
+        pytest.skip("no FP8 tensor cores")
+    q = jmoe.quantize(jax.random.normal(jax.random.key(0), shape), "mxfp4_a8")
+    codes, scale, passes = jax.jit(lambda w, layer: expand(w, cases.packing_of(q), layer))(
+        cases.packed(q), jnp.ones(1, jnp.int32)
+    )
+    np.testing.assert_array_equal(np.asarray(codes, np.float32) * np.asarray(scale), np.asarray(q.dequantize()[1]))
+    assert np.asarray(passes).max() == 1
+
+
+@pytest.mark.parametrize("exponents", [0, 40])
+@pytest.mark.parametrize("m, n, k", [(4096, 4096, 2048), (1030, 1000, 2880)])
+def test_products_with_expanded_weights_are_the_references(m, n, k, exponents):
+    if not is_served("mxfp4_a8"):
+        pytest.skip("no FP8 tensor cores")
+    keys = jax.random.split(jax.random.key(1))
+    wide = cases.of_wide_range(keys[0], (n, k), exponents)
+    w = jax.random.normal(keys[0], (n, k)).at[n // 2 :].set(wide[n // 2 :])
+    q, x = jmoe.quantize(w, "mxfp4_a8"), jax.random.normal(keys[1], (m, k), jnp.bfloat16)
+    product = functools.partial(jmoe.linear, preferred_element_type=jnp.float32)
+    wanted = product(x, q, implementation="reference")
+    with jmoe.config(workspace=2**30):
+        found = jax.jit(functools.partial(product, implementation="triton"))(x, q)
+    assert jnp.linalg.norm(found - wanted) < 3e-3 * jnp.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("exponents", [0, 30])
+def test_layers_with_expanded_weights_are_the_references(exponents):
+    if not is_served("mxfp4_a8"):
+        pytest.skip("no FP8 tensor cores")
+    case = Case(recipe="mxfp4_a8", **LAYERS[2])
+    layer, (x, weights) = moe_cases.layer(case), moe_cases.tokens(case)
+    if exponents:  # half of the first expert's rows
+        power = -(jnp.arange(case.hidden) // 32 % (exponents + 1)).astype(jnp.float32)
+        w13 = layer.w13.dequantize().at[0, :, ::2].mul(jnp.exp2(power))
+        layer = layer._replace(w13=jmoe.quantize(w13, case.recipe))
+    ids = jnp.asarray(moe_cases.routing("zipf", case))
+    product = functools.partial(jmoe.fused_moe, preferred_element_type=jnp.float32)
+    wanted = product(x, layer.w13, layer.w2, weights, ids, implementation="reference")
+    with jmoe.config(workspace=2**30):
+        call = jax.jit(functools.partial(product, implementation="triton"))
+        found = call(x, layer.w13, layer.w2, weights, ids)
+        assert jnp.array_equal(call(x, layer.w13, layer.w2, weights, ids), found)
+    assert moe_cases.relative_error(found, wanted) < case.bar

@@ -15,8 +15,8 @@ from pallas_kernels.fourbit.linear import expanded_linear, linear
 from pallas_kernels.moe import batched_experts, fused_moe
 from pallas_kernels.tuning.heuristics import MatmulTile
 from pallas_kernels.tuning.moe_heuristics import MoETiles
+from tests.pallas_kernels import aot, lanes, moe_cases
 from tests.pallas_kernels import fourbit_cases as cases
-from tests.pallas_kernels import moe_cases
 from tests.pallas_kernels.moe_cases import Case
 
 TILE = MatmulTile(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=3)
@@ -176,3 +176,59 @@ def test_a_scale_of_all_of_the_intermediate_does_not_go_with_expanding():
     ids = jnp.zeros(weights.shape, jnp.int32)
     with pytest.raises(ValueError, match="the intermediate's scales are of tokens or given"):
         fused_moe(x, cases.experts_of(layer), weights, ids, spec=spec, interpret=True)
+
+
+def weight(*shape: int) -> jmoe.QTensor:
+    """A prepared MXFP4 weight as shapes."""
+    q = cases.abstract_weight("mxfp4_a8", shape)
+    return jax.eval_shape(lambda q: jmoe.prepare(q, op="moe", device="h200"), q)
+
+
+def dense(x, w, layer):
+    return jmoe.linear(x, w, layer=layer, implementation="triton")
+
+
+def experts(x, w13, w2, weights, ids):
+    return jmoe.fused_moe(x, w13, w2, weights, ids, implementation="triton")
+
+
+DENSE = lanes.spec((4096, 2880), jnp.bfloat16), weight(2, 5760, 2880), lanes.spec((), jnp.int32)
+EXPERTS = (
+    lanes.spec((4096, 2880), jnp.bfloat16),
+    weight(32, 2, 2880, 2880),
+    weight(32, 2880, 2880),
+    lanes.spec((4096, 4)),
+    lanes.spec((4096, 4), jnp.int32),
+)
+ROOM = 32 * 2 * 2880 * (2880 + 4)
+"""What w13 of ``EXPERTS`` needs."""
+DEVICES = {89: "l4", 90: "h200", 100: "b200"}
+
+
+@pytest.mark.lowering
+@pytest.mark.parametrize("capability", DEVICES)
+def test_every_kernel_lowers(capability):
+    with jmoe.config(device=DEVICES[capability], workspace=ROOM):
+        kernels = lanes.lower_for(dense, DENSE, capability)
+        assert [k.name for k in kernels] == ["quantize_tokens", "expand_w4", "linear", "linear_w4_again"]
+        assert kernels[1].count("tt.dot") == 0
+        names = [k.name for k in lanes.lower_for(experts, EXPERTS, capability)]
+    first, second = ["expand_w4", "moe_first", "moe_first_again"], ["expand_w4", "moe_second", "moe_second_again"]
+    assert names == ["moe_prepare", "moe_prepare", *first, "moe_requantize", *second, "combine"]
+
+
+@pytest.mark.aot
+@aot.installed
+@pytest.mark.parametrize("function, arguments", [(dense, DENSE), (experts, EXPERTS)], ids=["dense", "experts"])
+def test_memory_grows_by_no_more_than_the_workspace(function, arguments):
+    taken = {}
+    for room in (0, ROOM):
+        with jmoe.config(device="h200", workspace=room):
+            [(_, selection)] = jmoe.explain(function, *arguments, device="h200").entries
+            # Packed weights of layers of experts spill a few registers in JAX 0.10's Triton.
+            compiled = aot.compile_for(function, arguments, spills=room == 0)
+            taken[room] = compiled.temporary_bytes - selection.workspace
+            assert (selection.workspace > 0) == (room > 0)
+            assert len(compiled.launches) <= (10 if room else 6), compiled.launches
+    # Beside it there is a number for each 64 rows. Results of slots may lie where expanded weights were.
+    assert taken[ROOM] - taken[0] < 2**20
