@@ -165,10 +165,10 @@ def expanded_linear(
 
 def _kernel(x_ref: Any, w: Packed, ends: _Ends, out_ref: Any, *, static: _Static) -> None:
     program, split = pl.program_id(0), static.step.tile.split_k
-    row, part = _place(body.div(program, split), ends, static)
+    place = _place(body.div(program, split), ends, static)
     share = body.rem(program, split) if split > 1 else None
-    [total] = product.sums(x_ref, _existing(row, static), w, [part], static.step, share=share)
-    _store(total, row, part, share, w, ends, out_ref, static)
+    [total] = product.sums(x_ref, place.existing, w, [place.part], static.step, share=share)
+    _store(total, place, share, w, ends, out_ref, static)
 
 
 def _again_kernel(
@@ -186,42 +186,41 @@ def _again_kernel(
     """Stores the tiles that have rows of w with many exponents."""
 
     def make(number: Array) -> None:
-        row, part = _place(number, ends, static)
+        place = _place(number, ends, static)
 
         def finish(totals: list[Array]) -> None:
-            _store(totals[0], row, part, None, w, ends, out_ref, static)
+            _store(totals[0], place, None, w, ends, out_ref, static)
 
-        product.if_many_exponents(x_ref, _existing(row, static), w, [part], static.step, finish)
+        product.if_many_exponents(x_ref, place.existing, w, [place.part], static.step, finish)
 
     body.for_share(tiles, programs, make, when=expand.any_beyond(passes_ref))
 
 
-def _place(number: Array, ends: _Ends, static: _Static) -> tuple[Array, Part]:
-    """Rows of x, those past the end too, and of w of a tile."""
-    tile = static.step.tile
+class _Place(NamedTuple):
+    """A tile's rows of x, those past the end too and as they are read, and its rows of w."""
+
+    row: Array
+    existing: Array
+    part: Part
+
+
+def _place(number: Array, ends: _Ends, static: _Static) -> _Place:
+    packing, tile, _ = static.step
     row_block, col_block = body.grouped_order(
-        number, pl.cdiv(static.m, tile.block_m), pl.cdiv(static.step.packing.n, tile.block_n), tile.group
+        number, pl.cdiv(static.m, tile.block_m), pl.cdiv(packing.n, tile.block_n), tile.group
     )
     row = row_block * tile.block_m + arange(tile.block_m)
-    return row, Part((_layer(ends, static),), col_block * tile.block_n + arange(tile.block_n))
-
-
-def _existing(row: Array, static: _Static) -> Array:
-    return row if static.m % static.step.tile.block_m == 0 else jnp.minimum(row, static.m - 1)
+    col = col_block * tile.block_n + arange(tile.block_n)
+    part = Part((_layer(ends, static),), col)
+    existing = row if static.m % tile.block_m == 0 else jnp.minimum(row, static.m - 1)
+    return _Place(row, existing, part)
 
 
 def _store(
-    total: Array,
-    row: Array,
-    part: Part,
-    share: Array | None,
-    w: Packed,
-    ends: _Ends,
-    out_ref: Any,
-    static: _Static,
+    total: Array, place: _Place, share: Array | None, w: Packed, ends: _Ends, out_ref: Any, static: _Static
 ) -> None:
     """Stores what a tile's sums come to, or with a ``share`` of K the scaled sums."""
-    packing, col, existing = static.step.packing, part.rows, _existing(row, static)
+    packing, (row, existing, part), col = static.step.packing, place, place.part.rows
     total = total * product.row_scale(w, part, packing)[:, None]
     if ends.x_scale is not None:
         scale = load(ends.x_scale, (existing if ends.x_scale.shape[0] > 1 else 0, 0))
