@@ -24,7 +24,7 @@ ONE_LAUNCH = 4096
 
 _CHUNK = 256
 """Slots a program ranks when there are two launches."""
-_PEERS = 16
+_PEERS = 32
 """Slots that a chunk's are compared with at a time."""
 _CHUNKS = 64
 """Chunks whose counts are summed at a time."""

@@ -8,12 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pallas_kernels.tuning.heuristics import MatmulTile, shared_memory
-from pallas_kernels.tuning.moe_heuristics import SINGLE_SLOTS, MoETiles, are_few, vector_tiles
+from pallas_kernels.tuning.moe_heuristics import MoETiles, are_few, vector_tiles
 
 _COLUMNS = 128
 
 _SINGLE_WEIGHTS = 2**24
 """Most weights of w2 of slots that are products of matrices and vectors, whose limit is unpacking."""
+
+_FEW_SLOTS = 8
+"""Most slots whose programs do not fill the GPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,16 +129,18 @@ def moe_tiles(
         first = _tile(block_m, 64, 2 * _COLUMNS if folds and capability == 90 else _COLUMNS, warps, 3)
         second = replace(first, num_stages=4)
     else:
-        first, second = _on_hopper(
-            rows, hidden, intermediate, folds, exact, few=slots <= SINGLE_SLOTS and not batched, sm_count=sm_count
-        )
+        few = None if batched or slots > _FEW_SLOTS else slots * -(-intermediate // 64) / sm_count
+        first, second = _on_hopper(rows, hidden, intermediate, folds, exact, few)
     return MoETiles(first=_fitted(first, halves, kind, capability), second=_fitted(second, 1, kind, capability))
 
 
 def _on_hopper(
-    rows: int, hidden: int, intermediate: int, folds: bool, exact: bool, *, few: bool, sm_count: int
+    rows: int, hidden: int, intermediate: int, folds: bool, exact: bool, few: float | None
 ) -> tuple[MatmulTile, MatmulTile]:
-    """Both tiles as measured on an H200; the last block of an expert, mostly not full, is made by a shorter program."""
+    """Both tiles as measured on an H200; the last block of an expert, mostly not full, is made by a shorter program.
+
+    ``few``: of few slots, the first product's programs a multiprocessor, which read far ahead; None for more slots.
+    """
     # Two accumulators of 128 rows leave no registers for promotion.
     block_m = min(_block_m(rows), 64 if folds and exact else 128)
     if block_m == 128:
@@ -145,19 +150,18 @@ def _on_hopper(
     elif folds or block_m > 16:
         first = _tile(block_m, 64, _COLUMNS, 4, 6 if block_m == 16 else 4)
         second = _tile(block_m, 128, _COLUMNS, 8 if block_m == 16 else 4, 4)
-        if few:
-            # Few programs, which read far ahead.
+        if few is not None:
             second = first
-            first = _tile(block_m, 64, 2 * _COLUMNS, 4, 4) if hidden >= 4096 else first
+            first = _tile(block_m, 64, 2 * _COLUMNS, 4, 4) if few < 1 and hidden >= 4096 else first
     else:
         first = _tile(block_m, 128, _COLUMNS, 8, 3)
         second = replace(first, num_stages=5 if intermediate > 2048 else 4)
-        if few:
+        if few is not None:
             second = _tile(block_m, 64, _COLUMNS, 4, 8)
-            first = first if intermediate >= 64 * sm_count else replace(second, num_stages=6)
+            first = first if few >= 2 else replace(second, num_stages=6)
     if folds and intermediate <= 2 * _COLUMNS:
         # Too short to fill a pipeline of loads, which a run of tiles does.
-        run = min(4 if few else 8 if block_m == 16 else 16, -(-hidden // 64))
+        run = min(4 if few is not None else 8 if block_m == 16 else 16, -(-hidden // 64))
         second = _tile(block_m, 64, 2 * _COLUMNS, 4, 3) if block_m < 128 else second
         second = replace(second, run=run)
     short = {32: 16 if rows > 20 else 0, 64: 32, 128: 64}.get(block_m, 0)

@@ -28,7 +28,7 @@ _BYTES = {"fp8": (1, 1), "int8": (1, 1), "w8a16": (2, 1), "16bit": (2, 2), "32bi
 _STEP = {"fp8": 128, "int8": 128, "w8a16": 64, "16bit": 64, "32bit": 32}
 """Longest step of K."""
 
-SINGLE_SLOTS = 16
+_SINGLE_SLOTS = 16
 """Most slots that are products of a matrix and a vector: the tensor core needs more launches, and less time a slot."""
 
 _SINGLE_WEIGHTS = 2**25
@@ -231,7 +231,7 @@ class _Layer(NamedTuple):
 def are_few(tokens: int, experts: int, top_k: int) -> bool:
     """Whether slots are so few, and experts so many, that products of matrices and vectors are faster."""
     slots = tokens * top_k
-    return (tokens == 1 or 4 * slots <= experts) and slots <= SINGLE_SLOTS
+    return (tokens == 1 or 4 * slots <= experts) and slots <= _SINGLE_SLOTS
 
 
 def vector_tiles(
