@@ -19,6 +19,7 @@ LAYERS = {
     "8192x8192": (8192, 8192),
     "llama3-8b-gate-up": (28672, 4096),
     "gpt-oss-qkv": (5120, 2880),
+    "gpt-oss-gate-up": (5760, 2880),
     "16384x8192": (16384, 8192),
 }
 """Name to (N, K)."""
@@ -38,9 +39,10 @@ RECIPES = (
     "int4_fp8",
     "mxfp4",
     "mxfp4_a8",
+    "mxfp4_a8+workspace",
     "nvfp4_w4a16",
 )
-WAYS = ("batch_invariant", "exact", "fast")
+WAYS = ("batch_invariant", "exact", "fast", "workspace")
 USUAL = {
     "layers": ("8192x8192", "llama3-8b-gate-up", "gpt-oss-qkv"),
     "recipes": ("xla-bf16", "torch-fp8", "bf16", "fp8_tensor", "fp8_channel", "fp8_block", "fp8_w8a16"),
@@ -86,7 +88,7 @@ def rows(name: str, recipe: str, tokens: Sequence[int], ceilings: harness.Ceilin
 
     def call(x: Array, weights: Any, _: None, layer: Any) -> Array:
         if stacked:
-            with jmoe.config(batch_invariant=variant.batch_invariant):
+            with jmoe.config(**variant.settings):
                 return jmoe.linear(x, weights, layer=layer, accumulation=variant.accumulation, implementation="triton")
         return lax.dot_general(x, weights[layer], (((1,), (1,)), ((), ())))
 

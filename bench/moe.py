@@ -41,10 +41,11 @@ RECIPES = (
     "int4_fp8",
     "mxfp4",
     "mxfp4_a8",
+    "mxfp4_a8+workspace",
     "nvfp4_w4a16",
     *PEERS,
 )
-WAYS = ("zipf", "batch_invariant", "exact", "fast")
+WAYS = ("zipf", "batch_invariant", "exact", "fast", "workspace")
 USUAL = {
     "layers": ("dsv3", "dsv3-tp8", "qwen3-30b", "mixtral"),
     "recipes": (
@@ -187,7 +188,7 @@ def _call(
     variant: variants.Variant, x: Array, weights: tuple[Any, Any], routing: tuple[Array, Array], layer: Any
 ) -> Array:
     layer = jnp.asarray(layer, jnp.int32)
-    with jmoe.config(batch_invariant=variant.batch_invariant):
+    with jmoe.config(**variant.settings):
         return jmoe.fused_moe(
             x, *weights, *routing, layer=layer, accumulation=variant.accumulation, implementation="triton"
         )

@@ -198,8 +198,8 @@ def test_tiles_have_a_row_each_and_the_heuristics_comes_first(monkeypatch):
 
 
 def test_a_name_says_how_a_recipe_is_called():
-    assert variants.parse("bf16") == ("bf16", False, False, None)
-    assert variants.parse("fp8_channel+exact+zipf") == ("fp8_channel", True, False, "exact")
+    assert variants.parse("bf16") == ("bf16", False, False, None, False)
+    assert variants.parse("fp8_channel+exact+zipf") == ("fp8_channel", True, False, "exact", False)
     assert variants.parse("fp8_block+batch_invariant").batch_invariant
     for name in (*moe.RECIPES, *linear.RECIPES):
         assert variants.parse(name).recipe in (*RECIPES, *peers.PEERS, "xla-bf16", "torch-fp8")
@@ -220,13 +220,13 @@ def test_a_variant_reaches_the_operation(small_layers, monkeypatch):
     seen = []
 
     def fused_moe(x, *_, accumulation, **__):
-        seen.append((accumulation, jmoe.config.batch_invariant))
+        seen.append((accumulation, jmoe.config.batch_invariant, jmoe.config.workspace > 0))
         return x
 
     monkeypatch.setattr(jmoe, "fused_moe", fused_moe)
-    for name in ("fp8_channel+exact", "fp8_channel+batch_invariant"):
+    for name in ("fp8_channel+exact", "fp8_channel+batch_invariant", "mxfp4_a8+workspace"):
         moe._call(variants.parse(name), jnp.ones(2), (None, None), (None, None), 0)
-    assert seen == [("exact", False), (None, True)]
+    assert seen == [("exact", False, False), (None, True, False), (None, False, True)]
 
 
 def test_both_routings_have_rows(small_layers, monkeypatch, tmp_path):

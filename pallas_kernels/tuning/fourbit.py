@@ -115,8 +115,8 @@ def moe_tiles(
     """
     slots, folds = tokens * top_k, kind.operand == "e4m3"
     # Codes that are folded into e4m3 would be decoded twice.
-    few = are_few(tokens, experts, top_k) and slots * hidden * intermediate <= _SINGLE_WEIGHTS and not folds
-    if few and not (batched or batch_invariant):
+    single = are_few(tokens, experts, top_k) and slots * hidden * intermediate <= _SINGLE_WEIGHTS and not folds
+    if single and not (batched or batch_invariant):
         first, second = vector_tiles(tokens, hidden, intermediate, top_k, halves, sm_count)
         return MoETiles(first=_whole_tiles(first, hidden), second=_whole_tiles(second, intermediate), single=True)
     rows = tokens if batched else -(-slots // max(experts, 1))
