@@ -105,7 +105,9 @@ def matmul_tile(
     promoted = (operands == "fp8" and exact) or (operands in ("fp8", "int8") and cell is not None)
     if m <= 64:
         return _fitted(_few_rows(m, n, k, block_k, operands, promoted, sm_count), operands, capability)
-    candidates = _many_rows(block_k, operands, promoted, k % block_k != 0, capability)
+    if operands == "w8a16" and capability == 90:
+        block_k = min(block_k, 64)
+    candidates = _many_rows(block_k, operands, promoted, k % block_k != 0, capability, scaled=cell is not None)
     best = min(candidates, key=lambda candidate: _time(candidate, m, n, k, sm_count))[0]
     blocks = -(-m // best.block_m)
     return _fitted(replace(best, group=16 if blocks * best.block_m >= 4096 else 8), operands, capability)
@@ -145,7 +147,7 @@ def _few_rows(m: int, n: int, k: int, block_k: int, operands: Operands, promoted
 
 
 def _many_rows(
-    block_k: int, operands: Operands, promoted: bool, ragged: bool, capability: int
+    block_k: int, operands: Operands, promoted: bool, ragged: bool, capability: int, *, scaled: bool
 ) -> list[tuple[MatmulTile, float, float]]:
     """Candidates: larger ones do more work a byte, smaller ones fill the last wave.
 
@@ -159,6 +161,10 @@ def _many_rows(
     if operands == "32bit":
         return [(tile(64, 64, 4, 3), 1, 0)]
     small = [(tile(64, 128, 4, 4), 0.72, 0.0), (tile(64, 64, 4, 4), 0.5, 0.0)]
+    if operands == "w8a16" and capability == 90:
+        # Decoding takes as long as the product, unless rows are many or two programs take turns.
+        low = [(tile(128, 64, 4, 4), 0.78, 0.0), (tile(64, 64, 4, 4), 0.5, 0.0)]
+        return low if scaled else [(tile(256, 64, 4, 3), 1, 0.0), *low]
     if capability < 90 or operands == "w8a16":
         return [(tile(128, 128, 8, 3), 0.85, 0), *small]
     if not promoted:

@@ -30,7 +30,7 @@ FORMAT = 1
 
 OPS = ("linear", "moe", "batched_experts")
 
-NEAREST = 4
+NEAREST = 2
 """A tile serves row counts up to so many times more or fewer than those that it was measured at."""
 
 Tiles = MatmulTile | MoETiles

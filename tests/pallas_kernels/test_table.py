@@ -74,22 +74,23 @@ def test_of_two_entries_for_the_same_the_later_one_counts():
     "tokens, bucket",
     [
         (64, 64),
-        (1, None),  # 8 is more than four times as many
-        (2, 8),
-        (22, 8),  # below the geometric mean of 8 and 64
-        (23, 64),
-        (256, 64),
-        (257, None),
-        (1024, None),
-        (2047, None),
-        (2048, 8192),
-        (32768, 8192),
-        (32769, None),
+        (3, None),  # 8 is more than twice as many
+        (4, 8),
+        (13, 8),  # below the geometric mean of 8 and 24
+        (14, 24),
+        (39, 24),  # below the geometric mean of 24 and 64
+        (40, 64),
+        (128, 64),
+        (129, None),
+        (4095, None),
+        (4096, 8192),
+        (16384, 8192),
+        (16385, None),
         (0, None),
     ],
 )
 def test_the_nearest_bucket_wins(tokens, bucket):
-    entries = [entry(tokens=t) for t in (8, 64, 8192)]
+    entries = [entry(tokens=t) for t in (8, 24, 64, 8192)]
     found = table.nearest(entries, tokens)
     assert (None if found is None else found.tokens) == bucket
 
@@ -99,9 +100,9 @@ def test_of_two_that_are_as_near_the_larger_wins():
 
 
 def test_a_slot_at_a_time_is_for_no_more_tokens_than_it_was_measured_at():
-    entries = [entry(MOE, tokens, MoETiles(first=TILE, second=TILE, single=tokens <= 8)) for tokens in (1, 8, 32)]
-    found = {tokens: table.nearest(entries, tokens).tokens for tokens in (1, 2, 5, 8, 9, 40)}
-    assert found == {1: 1, 2: 8, 5: 8, 8: 8, 9: 32, 40: 32}
+    entries = [entry(MOE, tokens, MoETiles(first=TILE, second=TILE, single=tokens <= 8)) for tokens in (1, 8, 16)]
+    found = {tokens: table.nearest(entries, tokens).tokens for tokens in (1, 4, 5, 8, 9, 20)}
+    assert found == {1: 1, 4: 8, 5: 8, 8: 8, 9: 16, 20: 16}
 
 
 @pytest.mark.parametrize(
