@@ -35,6 +35,7 @@ RECIPES = (
     "fp8_block+batch_invariant",
     "fp8_w8a16",
     "int8",
+    "int8_w8a16",
     "int4",
     "int4_fp8",
     "mxfp4",
