@@ -161,6 +161,12 @@ def test_files_that_are_named_exist():
         assert (ROOT / name).exists(), name
 
 
+def speed_table(number):
+    """The cells of a table of the section on speed, line by line, its head first."""
+    text = README.split("## Speed")[1].split("\n| T |")[1 + number].split("\n\n")[0]
+    return [line.strip("| ").split(" | ") for line in f"| T |{text}".splitlines() if not line.startswith("|---")]
+
+
 def test_the_table_of_times_is_what_was_measured():
     measured_in = {
         "`fp8_block`": ("moe", "fp8_block"),
@@ -169,11 +175,32 @@ def test_the_table_of_times_is_what_was_measured():
         "`int4:scale_dtype=bfloat16`": ("moe-fourbit", "int4:scale_dtype=bfloat16"),
         "`lax.ragged_dot`, bf16": ("moe-peers", "ragged-bf16"),
     }
-    table = README.split("## Speed")[1].split("![")[0]
-    head, *lines = (line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| "))
+    head, *lines = speed_table(0)
     assert {line[0] for line in lines} == set(measured_in)
     for name, *times in lines:
         run, recipe = measured_in[name]
         rows = json.loads((ROOT / f"bench/results/{run}-nvidia-h200.json").read_text())["rows"]
         measured = [rows[f"qwen3-30b/{recipe}/{tokens}"]["us"] for tokens in head[1:]]
         assert [int(time) for time in times] == [round(us) for us in measured]
+
+
+def test_the_table_of_ratios_is_what_was_measured_and_published():
+    layers = {
+        "DeepSeek-V3": "dsv3",
+        "DeepSeek-V3, I = 256": "dsv3-tp8",
+        "Qwen3-30B-A3B": "qwen3-30b",
+        "Mixtral-8x7B": "mixtral",
+    }
+    runs = {"dsv3": "moe-dsv3", "mixtral": "moe-mixtral"}
+    published = json.loads((ROOT / "bench/vllm-h200.json").read_text())["rows"]
+    (_, *tokens), *lines = speed_table(1)
+    assert len(lines) == 8
+    for name, *ratios in lines:
+        model, recipe = re.fullmatch(r"(.+) `(.+)`", name).groups()
+        layer, packed = layers[model], recipe.startswith("int4")
+        run = "moe-fourbit" if packed else runs.get(layer, "moe")
+        rows = json.loads((ROOT / f"bench/results/{run}-nvidia-h200.json").read_text())["rows"]
+        peer = "vLLM Marlin int4" if packed else f"vLLM Triton {recipe}"
+        ours = [rows[f"{layer}/{recipe}/{t}"]["us"] for t in tokens]
+        assert ratios == [f"{published[f'{layer}/{peer}/{t}'] / us:.2f}" for t, us in zip(tokens, ours, strict=True)]
+        assert min(map(float, ratios)) > 1 / 1.03
