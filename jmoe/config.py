@@ -16,17 +16,19 @@ import jax
 
 @dataclass(frozen=True, kw_only=True)
 class Shards:
-    """Over which mesh axes of a surrounding ``jax.shard_map`` an activation that is quantised there is spread.
+    """How a surrounding ``jax.shard_map`` spreads an operation: over which mesh axes an activation, and its experts.
 
-    A scale of a whole tensor is then measured over all of them, one of a row over those of its columns.
+    A scale of a whole tensor is then measured over all of the axes, one of a row over those of its columns.
 
     Attributes:
       rows: axes over which its rows are.
       columns: axes over which its columns are: K of a linear, I of experts.
+      experts: devices among which a layer's experts are; rows of other devices' experts have an id of -1 here.
     """
 
     rows: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
+    experts: int = 1
 
 
 NOT_SPREAD = Shards()

@@ -277,8 +277,8 @@ def _expanded(x: Input, w: Weights, product: Product, interpret: bool) -> tuple[
     how = product.packing
     assert how is not None
     layer = jnp.zeros(1, jnp.int32) if w.layer is None else w.layer
-    data, layer = lax.optimization_barrier((x.data, layer))
-    codes, scale, passes = expand.expand(Packed(w.data, w.scale), how, layer, interpret=interpret)
+    data, expanded, layer = expand.expand_after(x.data, Packed(w.data, w.scale), how, layer, interpret=interpret)
+    codes, scale, passes = expanded
     bias = w.bias
     if bias is not None:
         bias = lax.dynamic_index_in_dim(bias, body.existing(layer[0], bias.shape[0]))

@@ -36,7 +36,7 @@ class OpSpec:
       hidden: K of the (first) product, H.
       features: N of a linear; unused for experts.
       experts: experts whose weights are here, E.
-      global_experts: experts that ids count, E_global; larger than ``experts`` with an expert map.
+      global_experts: experts that tokens are routed to, E_global; more than ``experts`` where others are elsewhere.
       intermediate: I.
       top_k: slots a token, k.
       gated: w13 has two halves.
@@ -110,6 +110,13 @@ class OpSpec:
             if (of_tensor and self.shards.rows) or (of_row and columns_are_spread and self.shards.columns):
                 return True
         return False
+
+    @property
+    def rows_an_expert(self) -> int:
+        """Rows of an expert on average, rounded up, be it here or elsewhere."""
+        if self.op == "batched_experts":
+            return self.tokens
+        return -(-self.tokens * self.top_k // max(self.experts, self.global_experts, 1))
 
     def replace(self, **changes: Any) -> "OpSpec":
         return dataclasses.replace(self, **changes)

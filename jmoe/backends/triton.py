@@ -48,7 +48,8 @@ def plan(op: OpSpec, device: DeviceSpec, *, explicit: bool) -> Plan:
     accumulation = op.accumulation or "exact"
     workspace = packed.workspace(op, _chunk(op) or op.tokens)
     multiplied = packed.expanded(op) if workspace else op
-    measured = tuned.find(multiplied, device, accumulation)
+    # Products with vectors, a slot at a time, have nothing to expand weights for.
+    measured = tuned.find(multiplied, device, accumulation, single=not workspace)
     tiles, origin = measured or (heuristic_tiles(multiplied, device, accumulation), "heuristic")
     return Plan(
         tiles=tiles,
@@ -102,6 +103,7 @@ def _tiles_of_experts(op: OpSpec, exact: bool, facts: dict[str, Any]) -> MoETile
         group=h.block[1] if h is not None and h.block[1] != -1 else None,
         exact=exact,
         batched=op.op == "batched_experts",
+        rows=op.rows_an_expert,
         **facts,
     )
 
@@ -109,7 +111,8 @@ def _tiles_of_experts(op: OpSpec, exact: bool, facts: dict[str, Any]) -> MoETile
 def _note(op: OpSpec, accumulation: str, workspace: int) -> str:
     notes = []
     if workspace:
-        notes.append(f"weights are expanded to e4m3 in a workspace of {-(-workspace // 10**6)} MB, in every call")
+        often = "every time that so many tokens are taken" if _chunk(op) else "in every call"
+        notes.append(f"weights are expanded to e4m3 in a workspace of {workspace:,} bytes, {often}")
     if accumulation == "fast" and operands_of(op) == "fp8" and packed.layout_of(op.recipe) != PACKED_BFLOAT16:
         notes.append("FP8 sums stay in the tensor core for all of K; accumulation='exact' promotes them every 128")
     if chunk := _chunk(op):

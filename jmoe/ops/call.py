@@ -7,7 +7,8 @@ and quantized weights get none. ``jmoe.ops.transform`` differentiates and batche
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,13 +38,29 @@ def call(op: OpSpec, args: Args, implementation: str | None) -> Array:
     selection = select(op, device, implementation=implementation)
     if config.recorder is not None:
         config.recorder.add(op, selection)
-    return _call(op, selection, device, args)
+    return _call(op, selection, device, _Tiling.in_force(), args)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _call(op: OpSpec, selection: Selection, device: DeviceSpec, args: Args) -> Array:
+class _Tiling(NamedTuple):
+    """The settings that say how a chosen implementation computes."""
+
+    tuning: Any
+    moe_chunk: int | None
+    workspace: int
+
+    @classmethod
+    def in_force(cls) -> "_Tiling":
+        return cls(*(getattr(config, name) for name in cls._fields))
+
+    def again(self, **others: Any) -> AbstractContextManager[Any]:
+        """These in force once more, with others."""
+        return config(**self._asdict(), **others)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _call(op: OpSpec, selection: Selection, device: DeviceSpec, tiling: _Tiling, args: Args) -> Array:
     leaves, tree = jax.tree.flatten(args)
-    return execute(_Operation(op, selection, device, tree), leaves)[0]
+    return execute(_Operation(op, selection, device, tiling, tree), leaves)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +70,7 @@ class _Operation:
     op: OpSpec
     selection: Selection
     device: DeviceSpec
+    tiling: _Tiling
     tree: Any
 
     @functools.cached_property
@@ -95,7 +113,8 @@ class _Operation:
 
     def folded(self, size: int) -> "_Operation":
         op = self.op.replace(tokens=self.op.tokens * size)
-        selection = select(op, self.device, implementation=self.selection.implementation)
+        with self.tiling.again():
+            selection = select(op, self.device, implementation=self.selection.implementation)
         return dataclasses.replace(self, op=op, selection=selection)
 
     def record_instead_of(self, other: Any) -> None:
@@ -129,7 +148,7 @@ class _Operation:
         if selection.implementation == triton.NAME:
             # Kernels of our own have no derivatives; those of XLA are the same function's.
             selection = select(op, self.device, implementation=xla.NAME)
-        return _Operation(op, selection, self.device, tree), taken
+        return _Operation(op, selection, self.device, self.tiling, tree), taken
 
     def __call__(self, *leaves: Array) -> tuple[Array]:
         op, args = self.op, self.tree.unflatten(leaves)
@@ -137,7 +156,7 @@ class _Operation:
             return (jnp.zeros((*args.x.shape[:-1], op.hidden), op.out_dtype),)
         # Derivatives and batches are traced after the call, where what was in force then is no more. Arguments are
         # checked already, and checkify does not see into a primitive.
-        with config(shards=op.shards, check=False):
+        with self.tiling.again(shards=op.shards, check=False):
             return (self._run(args),)
 
     def _run(self, args: Args) -> Array:

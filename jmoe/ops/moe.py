@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from jmoe.arguments import as_array
 from jmoe.backends.activation import Activation, ActivationParams, as_activation
 from jmoe.backends.spec import Accumulation, BatchedArgs, MoEArgs, OpSpec
+from jmoe.config import config
 from jmoe.ops import validate as v
 from jmoe.ops.call import call
 from jmoe.qtensor import QTensor
@@ -105,7 +106,7 @@ def fused_moe(
         accumulation,
         op="moe",
         tokens=tokens,
-        global_experts=routed.experts,
+        global_experts=routed.experts * config.shards.experts,
         top_k=k,
         weight_on_input=weight_on_input,
         expert_map=routed.expert_map is not None,

@@ -306,8 +306,8 @@ class _MoE:
         """One device's share."""
         here = args.w13.shape[-4]
         ids = args.topk_ids
+        devices = lax.axis_size(self.experts) if self.experts else 1
         if self.experts:
-            devices = lax.axis_size(self.experts)
             first = lax.axis_index(self.experts) * here
             slots = common.local_ids(ids, args.expert_map, here * devices) - first
             ids = jnp.where((slots >= 0) & (slots < here), slots, -1)
@@ -315,7 +315,8 @@ class _MoE:
         if self.intermediate and b2 is not None:  # or each part of the sum over I would add it
             b2 = jnp.where(lax.axis_index(self.intermediate) == 0, b2, jnp.zeros_like(b2))
         split = (*self.experts, *self.intermediate)
-        shards = Shards(rows=(*on_mesh.flat(self.tokens), *self.experts), columns=self.intermediate)
+        rows = (*on_mesh.flat(self.tokens), *self.experts)
+        shards = Shards(rows=rows, columns=self.intermediate, experts=devices)
         with config(check=False, shards=shards):
             y = ops.fused_moe(
                 args.x,

@@ -48,7 +48,8 @@ class OnDevice:
         w = layers[0][0]
         op = op.replace(layout=w.layout.kind) if isinstance(w, QTensor) else op
         arguments = [arguments_of(op, weights, number) for number, weights in enumerate(layers)]
-        chosen = select(op, implementation=triton.NAME)
+        # Tiles are of kernels that unpack in their loops, whatever workspace is in force.
+        chosen = dataclasses.replace(select(op, implementation=triton.NAME), workspace=0)
         functions = [
             functools.partial(_calls, op, dataclasses.replace(chosen, tiles=table.parts(each))) for each in tiles
         ]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import body, lowering
@@ -91,6 +91,17 @@ def expand(w: Packed, packing: Packing, layer: Array, *, interpret: bool = False
         steps=steps,
     )(w, layer)
     return expanded
+
+
+def expand_after(
+    x: Array, w: Packed, packing: Packing, layer: Array, *, interpret: bool = False
+) -> tuple[Array, Expanded, Array]:
+    """``x``, a layer's matrices expanded when x is there and not before, and ``layer``.
+
+    Without x to wait for, what two products expand alike would be kept from the first to the second.
+    """
+    x, layer = lax.optimization_barrier((x, layer))
+    return x, expand(w, packing, layer, interpret=interpret), layer
 
 
 def _tiles_a_step(packing: Packing) -> int:

@@ -128,7 +128,7 @@ def expanded_linear(
         w, bias = jax.tree.map(lambda a: a[None], (w, bias))
     _check(x, w, packing, x_scale, bias)
     layers, m = w.data.shape[0], x.shape[0]
-    codes, scale, passes = expand.expand(w, packing, index, interpret=interpret)
+    x, (codes, scale, passes), index = expand.expand_after(x, w, packing, index, interpret=interpret)
     y = matmul.linear(
         x,
         codes,

@@ -94,6 +94,7 @@ def moe_tiles(
     halves: int = 2,
     exact: bool = False,
     batched: bool = False,
+    rows: int | None = None,
     capability: int = 90,
     sm_count: int = 132,
     batch_invariant: bool = False,
@@ -109,6 +110,7 @@ def moe_tiles(
       halves: of w13, 2 if gated.
       exact: e4m3 sums are promoted to float32 every 128 of K.
       batched: for ``batched_experts``.
+      rows: of an expert on average, where that is not all slots over ``experts``, since other experts are elsewhere.
       capability: compute capability times ten.
       sm_count: streaming multiprocessors.
       batch_invariant: the choice may not depend on ``tokens``.
@@ -119,7 +121,8 @@ def moe_tiles(
     if single and not (batched or batch_invariant):
         first, second = vector_tiles(tokens, hidden, intermediate, top_k, halves, sm_count)
         return MoETiles(first=_whole_tiles(first, hidden), second=_whole_tiles(second, intermediate), single=True)
-    rows = tokens if batched else -(-slots // max(experts, 1))
+    if rows is None:
+        rows = tokens if batched else -(-slots // max(experts, 1))
     if batch_invariant or capability != 90 or kind.scales_sums:
         block_m = 64 if batch_invariant or capability != 90 else min(_block_m(rows), 64)
         if kind.scales_sums and capability != 90:

@@ -50,6 +50,7 @@ def moe_tiles(
     exact: bool = True,
     batched: bool = False,
     batch_invariant: bool = False,
+    rows: int | None = None,
     capability: int = 90,
     sm_count: int = 132,
 ) -> MoETiles:
@@ -68,6 +69,7 @@ def moe_tiles(
       exact: FP8 sums are promoted to float32 at least every 128 of K.
       batched: for ``batched_experts``.
       batch_invariant: the choice may not depend on ``tokens``.
+      rows: of an expert on average, where that is not all slots over ``experts``, since other experts are elsewhere.
       capability: compute capability times ten.
       sm_count: streaming multiprocessors.
     """
@@ -77,7 +79,8 @@ def moe_tiles(
     if few and not (batched or batch_invariant):
         first, second = vector_tiles(tokens, hidden, intermediate, top_k, halves, sm_count)
         return MoETiles(first=first, second=second, single=True)
-    rows = tokens if batched else -(-slots // max(experts, 1))
+    if rows is None:
+        rows = tokens if batched else -(-slots // max(experts, 1))
     promoted = (operands == "fp8" and exact) or (operands in ("fp8", "int8") and second_cell is not None)
     first_n = group if group in (32, 64, 128) else 128 if operands != "32bit" else 32
     steps = step_of_k(first_cell, _STEP[operands]), step_of_k(second_cell, _STEP[operands])

@@ -29,6 +29,8 @@ from pallas_kernels.tuning.moe_heuristics import MoETiles
 FORMAT = 1
 
 OPS = ("linear", "moe", "batched_experts")
+_ACCUMULATIONS = ("exact", "fast")
+_DTYPES = ("bfloat16", "float16", "float32")
 
 NEAREST = 2
 """A tile serves row counts up to so many times more or fewer than those that it was measured at."""
@@ -112,15 +114,16 @@ def nearest(entries: Iterable[Entry], tokens: int) -> Entry | None:
     def distance(entry: Entry) -> tuple[float, int]:
         return abs(math.log(entry.tokens / tokens)), -entry.tokens
 
-    serving = [entry for entry in entries if tokens <= entry.tokens or not _single(entry.tiles)]
+    serving = [entry for entry in entries if tokens <= entry.tokens or not is_single(entry)]
     best = min(serving, key=distance, default=None)
     if best is None or max(best.tokens, tokens) > NEAREST * min(best.tokens, tokens):
         return None
     return best
 
 
-def _single(tiles: Tiles) -> bool:
-    return isinstance(tiles, MoETiles) and tiles.single
+def is_single(entry: Entry) -> bool:
+    """Whether its tiles work a slot at a time."""
+    return isinstance(entry.tiles, MoETiles) and entry.tiles.single
 
 
 @functools.cache
@@ -145,7 +148,11 @@ def load(path: str | Path) -> Table:
 
 @functools.lru_cache(maxsize=16)
 def _load(path: str, mtime_ns: int, size: int) -> Table:
-    return table(parse(Path(path).read_text(encoding="utf-8"), path))
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"tuning file {path} is no UTF-8 text: {error}") from error
+    return table(parse(text, path))
 
 
 def parse(text: str, name: str) -> list[Entry]:
@@ -156,12 +163,14 @@ def parse(text: str, name: str) -> list[Entry]:
     """
     try:
         content = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"tuning file {name} is no JSON: {error}") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("entries"), list):
+    given = content if isinstance(content, dict) else {}
+    version, entries = given.get("format"), given.get("entries")
+    if type(version) is not int or version != FORMAT or not isinstance(entries, list) or len(given) != 2:
         raise ValueError(f'tuning file {name} must hold {{"format": {FORMAT}, "entries": [...]}}')
     found = []
-    for number, entry in enumerate(content["entries"]):
+    for number, entry in enumerate(entries):
         try:
             found.append(_entry(entry))
         except ValueError as error:
@@ -176,8 +185,9 @@ def _entry(given: Any) -> Entry:
     for field in dataclasses.fields(Key):
         if field.name in given:
             _check(field.name, given[field.name], field.type)
-    if given["op"] not in OPS:
-        raise ValueError(f"op {given['op']!r} must be one of {', '.join(OPS)}")
+    for name, known in (("op", OPS), ("accumulation", _ACCUMULATIONS), ("dtype", _DTYPES)):
+        if given[name] not in known:
+            raise ValueError(f"{name} {given[name]!r} must be one of {', '.join(known)}")
     _check("tokens", given["tokens"], int, least=1)
     for name in ("us", "heuristic_us"):
         _check(name, given[name], float)
@@ -201,6 +211,8 @@ def _check_extents(name: str, tile: MatmulTile) -> None:
     for key in ("block_m", "block_n", "block_k"):
         if getattr(tile, key) < _LEAST:
             raise ValueError(f"{name}.{key} {getattr(tile, key)} must be at least {_LEAST}, as a dot wants")
+    if tile.block_n // tile.pieces < _LEAST:
+        raise ValueError(f"{name}.pieces {tile.pieces} leaves less than {_LEAST} of block_n {tile.block_n}")
 
 
 def _moe_tiles(given: Any) -> MoETiles:
@@ -216,6 +228,10 @@ def _moe_tiles(given: Any) -> MoETiles:
     for name, tile in (("first", tiles.first), ("second", tiles.second)):
         if not tiles.single:
             _check_extents(name, tile)
+        if tile.split_k != 1:
+            raise ValueError(f"{name}.split_k {tile.split_k} must be 1: K of experts is not split")
+    if tiles.first.pieces != 1:
+        raise ValueError(f"first.pieces {tiles.first.pieces} must be 1: its halves are pieces already")
     if tiles.first.block_m != tiles.second.block_m:
         raise ValueError(
             f"block_m is {tiles.first.block_m} of the first product, so not {tiles.second.block_m} of the second"
@@ -225,6 +241,9 @@ def _moe_tiles(given: Any) -> MoETiles:
 
 _LEAST = 16
 """Of a dot's extents."""
+
+_MOST = 2**20
+"""Elements of a tile that Triton takes."""
 
 _POWERS_OF_TWO = ("block_m", "block_n", "block_k", "num_warps", "split_k", "pieces", "short")
 
@@ -239,6 +258,8 @@ def _tile(name: str, given: Any) -> MatmulTile:
         if key in _POWERS_OF_TWO and value & (value - 1):
             raise ValueError(f"{name}.{key} {value} must be a power of two")
     tile = MatmulTile(**given)
+    if max(tile.block_m * tile.block_n, tile.block_m * tile.block_k, tile.block_n * tile.block_k) > _MOST:
+        raise ValueError(f"{name} {tile} has more than {_MOST} elements, which Triton does not take")
     if 0 < tile.short < _LEAST:
         raise ValueError(f"{name}.short {tile.short} must be 0 or at least {_LEAST}")
     if tile.short >= tile.block_m:

@@ -158,3 +158,20 @@ def test_the_environment_names_a_file(file):
     assert from_environment({"JMOE_TUNING": ""}).tuning is None
     with pytest.raises(ValueError, match=r"config tuning='nowhere.json' \(or JMOE_TUNING\) cannot be read"):
         from_environment({"JMOE_TUNING": "nowhere.json"})
+
+
+@pytest.mark.parametrize("changes", [{"swap": False}, {"swap": True, "block_k": 64}])
+def test_tiles_by_which_packed_weights_give_wrong_sums_are_refused(changes, tmp_path):
+    op = MOE.replace(recipe=recipe("int4"))
+    entry = measured(op, group=4)
+    first, second = (dataclasses.replace(t, block_k=128, swap=True) for t in (entry.tiles.first, entry.tiles.second))
+    good = dataclasses.replace(entry.tiles, first=first, second=second)
+    bad = dataclasses.replace(good, second=dataclasses.replace(second, **changes))
+    for tiles, refused in ((good, False), (bad, True)):
+        table.save(tmp_path / "t.json", [dataclasses.replace(entry, tiles=tiles)])
+        with jmoe.config(tuning=tmp_path / "t.json"):
+            if not refused:
+                assert select(op, "h200", implementation="triton").tiles_from != "heuristic"
+                continue
+            with pytest.raises(ValueError, match=r"do not serve moe int4 .*: second is .*, but block_k is a multiple"):
+                select(op, "h200", implementation="triton")

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 import jmoe
+from jmoe.backends import packed, tuned
+from jmoe.backends.select import select
 from jmoe.scheme import Recipe
+from jmoe.tuning import on_device
+from pallas_kernels.tuning import table
+from pallas_kernels.tuning.heuristics import MatmulTile
+from pallas_kernels.tuning.moe_heuristics import MoETiles
 from tests.interpreted import DEVICE, interpreted
 
 M, N, K = 1024, 130, 300
@@ -59,7 +65,7 @@ def test_nothing_is_expanded_by_default():
 def test_explain_says_what_is_taken_and_shows_the_tiles_of_fp8():
     selection = selected(linear, *dense(), workspace=NEEDED)
     assert selection.workspace == NEEDED
-    assert selection.note.startswith("weights are expanded to e4m3 in a workspace of 1 MB, in every call")
+    assert selection.note.startswith(f"weights are expanded to e4m3 in a workspace of {NEEDED:,} bytes, in every call")
     assert selection.tiles == selected(linear, *dense("fp8_channel")).tiles
     assert selection.layout == selected(linear, *dense()).layout
     selection = selected(layer, *experts(), workspace=NEEDED_MOE)
@@ -146,3 +152,70 @@ def test_rows_of_each_expert_are_the_references():
 def test_what_is_no_number_of_bytes_is_refused(wrong):
     with pytest.raises(ValueError, match=r"workspace=.* must be a number of bytes, an int from 0 on"):
         jmoe.config(workspace=wrong).__enter__()
+
+
+def test_a_batch_keeps_the_settings_of_the_call_that_it_is_of():
+    """The call under ``vmap`` is made of its examples after the block that the settings were for."""
+    x, w = dense(m=M // 4)
+    tokens = experts(T // 4)
+
+    @jax.jit
+    def inside(x):
+        with jmoe.config(workspace=ROOM):
+            return linear(x, w)
+
+    @jax.jit
+    def in_parts(x):
+        with jmoe.config(moe_chunk=200, workspace=0):
+            return layer(x, *tokens[1:])
+
+    batch = jnp.stack([x] * 4)
+    assert selected(jax.vmap(inside), batch).workspace == NEEDED
+    assert "200 tokens at a time" in selected(jax.vmap(in_parts), jnp.stack([tokens[0]] * 4), workspace=ROOM).note
+    assert selected(jax.vmap(in_parts), jnp.stack([tokens[0]] * 4), workspace=ROOM).workspace == 0
+
+
+def test_tiles_of_products_with_vectors_are_not_of_expanded_weights(tmp_path):
+    tile = MatmulTile(block_m=1, block_n=8, block_k=32, num_warps=4, num_stages=1)
+    x, w13, w2, weights, ids = experts()
+    op = layer_op(T)
+    key = tuned.key_of(packed.expanded(op), DEVICE, "fast")
+    entry = table.Entry(
+        key=key,
+        tokens=T,
+        tiles=MoETiles(first=tile, second=tile, single=True),
+        us=1.0,
+        heuristic_us=2.0,
+        date="2026-11-30",
+        jax="0.11.2",
+    )
+    table.save(tmp_path / "t.json", [entry])
+    selection = selected(layer, x, w13, w2, weights, ids, workspace=ROOM, tuning=tmp_path / "t.json")
+    assert selection.workspace and selection.tiles_from == "heuristic"
+
+
+def layer_op(tokens, **changes):
+    with jmoe.config(device=DEVICE):
+        [(op, _)] = jmoe.explain(layer, *experts(tokens), device=DEVICE).entries
+    return op.replace(**changes)
+
+
+def test_rows_of_an_expert_are_those_of_all_devices_experts():
+    """A device that holds E of E_global experts gets E / E_global of the rows."""
+    with jmoe.config(workspace=ROOM):
+        assert select(layer_op(512), DEVICE, implementation="triton").workspace
+        elsewhere = select(layer_op(512, global_experts=4 * E), DEVICE, implementation="triton")
+    assert not elsewhere.workspace
+    alone = select(layer_op(128), DEVICE, implementation="triton")
+    assert elsewhere.tile("first").block_m == alone.tile("first").block_m
+
+
+def test_tiles_are_measured_of_kernels_that_unpack_in_their_loops(monkeypatch):
+    seen = []
+    monkeypatch.setattr(on_device, "_calls", lambda op, selection, arguments: seen.append(selection) or [])
+    monkeypatch.setattr(on_device, "_times", lambda *_: [])
+    op = layer_op(T).replace(accumulation="fast")
+    tiles = MoETiles(**dict(select(op, DEVICE, implementation="triton").tiles))
+    with interpreted(), jmoe.config(workspace=ROOM):
+        on_device.OnDevice()(op, [tiles])
+    assert [selection.workspace for selection in seen] == [0]

@@ -232,3 +232,25 @@ def test_memory_grows_by_no_more_than_the_workspace(function, arguments):
             assert len(compiled.launches) <= (10 if room else 6), compiled.launches
     # Beside it there is a number for each 64 rows. Results of slots may lie where expanded weights were.
     assert taken[ROOM] - taken[0] < 2**20
+
+
+@pytest.mark.aot
+@aot.installed
+def test_weights_that_are_used_twice_are_expanded_twice():
+    """Else the first expansion would be kept until the second use, beside all others in between."""
+    x = lanes.spec((2048, 512), jnp.bfloat16)
+    with jmoe.config(device="h200"):
+        w = jax.eval_shape(lambda: jmoe.prepare(jmoe.quantize(jnp.zeros((512, 512)), "mxfp4_a8"), op="linear"))
+
+    def twice(x: jax.Array, *weights: Any) -> jax.Array:
+        for each in weights * 2:
+            x = jmoe.linear(x, each, activation="silu", implementation="triton")
+        return x
+
+    taken = {}
+    for room in (0, ROOM):
+        with jmoe.config(device="h200", workspace=room):
+            compiled = aot.compile_for(lambda *arrays: twice(*arrays), (x, w, w, w), spills=True)
+            taken[room] = compiled.temporary_bytes
+            assert compiled.launches.count("expand_w4") == (6 if room else 0)
+    assert taken[ROOM] - taken[0] < 2 * 512 * 516

@@ -108,7 +108,7 @@ def test_a_layer_of_experts_lowers(capability, recipe):
     for tokens, sizes in ((1, "qwen3-30b"), (8, "qwen3-30b"), (8192, "gpt-oss")):
         case = Case(recipe=recipe, tokens=tokens, **LAYERS[sizes], bias=True)
         kernels = lanes.lower_for(*layer_of_experts(case, capability), capability)
-        if tokens == 1:
+        if tokens == 1 and recipe != "mxfp4_a8":  # whose codes would be decoded twice
             assert [k.name for k in kernels] == ["moe_first_few", "moe_second_few"]
         else:
             assert [k.count("tt.dot") >= 1 for k in kernels if k.name in ("moe_first", "moe_second")] == [True, True]

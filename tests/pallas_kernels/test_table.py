@@ -38,7 +38,7 @@ def text_of(*entries):
 
 
 def test_what_is_written_is_read():
-    wide = dataclasses.replace(TILE, block_n=256, pieces=2, split_k=2, swap=True)
+    wide = dataclasses.replace(TILE, block_n=256, pieces=2, run=2, swap=True)
     entries = [entry(), entry(MOE, 8, MoETiles(first=TILE, second=wide))]
     text = table.dumps(entries)
     assert table.parse(text, "t.json") == entries
@@ -111,6 +111,11 @@ def test_a_slot_at_a_time_is_for_no_more_tokens_than_it_was_measured_at():
         ("{", "tuning file t.json is no JSON: "),
         ("[]", 'tuning file t.json must hold {"format": 1, "entries": [...]}'),
         ('{"format": 2, "entries": []}', 'tuning file t.json must hold {"format": 1, "entries": [...]}'),
+        ('{"format": true, "entries": []}', 'tuning file t.json must hold {"format": 1, "entries": [...]}'),
+        ('{"format": 1, "entries": [], "by": 0}', 'tuning file t.json must hold {"format": 1, "entries": [...]}'),
+        ("[" * 100_000, "tuning file t.json is no JSON: "),
+        (text_of(plain(accumulation="slow")), "accumulation 'slow' must be one of exact, fast"),
+        (text_of(plain(dtype="bf16")), "dtype 'bf16' must be one of bfloat16, float16, float32"),
         (text_of(plain(), 3), "tuning file t.json, entry 1: it must be an object, not 3"),
         (text_of(plain(colour="red")), "tuning file t.json, entry 0: it has unknown colour"),
         (text_of({"op": "moe"}), "it has missing accumulation, compute_capability, date, dtype, heuristic_us, hidden,"),
@@ -152,6 +157,8 @@ def test_a_bad_file_is_named_with_its_entry(text, message):
         ({"num_stages": 2.5}, "tile.num_stages is 2.5, but it is an integer of at least 1"),
         ({"swap": 1}, "tile.swap is 1, but it is true or false"),
         ({"pieces": 256}, "is none that a GPU runs"),
+        ({"block_n": 64, "pieces": 8}, "tile.pieces 8 leaves less than 16 of block_n 64"),
+        ({"block_n": 2**40}, "has more than 1048576 elements"),
     ],
 )
 def test_a_bad_tile_is_told_of(changes, message):
@@ -159,6 +166,25 @@ def test_a_bad_tile_is_told_of(changes, message):
     with pytest.raises(ValueError, match=r"^tuning file t.json, entry 1: ") as raised:
         table.parse(text_of(plain(), plain(tiles={"tile": tile})), "t.json")
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [({"split_k": 2}, "first.split_k 2 must be 1"), ({"pieces": 2}, "first.pieces 2 must be 1")],
+)
+def test_a_tile_that_products_of_experts_do_not_compute_by_is_told_of(changes, message):
+    tile = plain()["tiles"]["tile"]
+    given = plain(op="moe", tiles={"first": tile | changes, "second": tile})
+    with pytest.raises(ValueError, match=r"^tuning file t.json, entry 0: ") as raised:
+        table.parse(text_of(given), "t.json")
+    assert message in str(raised.value)
+
+
+def test_a_file_of_another_encoding_is_named(tmp_path):
+    path = tmp_path / "t.json"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=r"^tuning file .*t\.json is no UTF-8 text"):
+        table.load(path)
 
 
 def test_both_products_of_a_layer_have_blocks_of_as_many_rows():
