@@ -230,8 +230,7 @@ def linear(op: OpSpec, selection: Selection, args: LinearArgs) -> Array:
 
         assert isinstance(args.w, QTensor)
         w, how = packed.parts(args.w)
-        product = fourbit.expanded_linear if selection.workspace else fourbit.linear
-        return product(
+        return fourbit.linear(
             x,
             w,
             packing=how,
@@ -242,6 +241,7 @@ def linear(op: OpSpec, selection: Selection, args: LinearArgs) -> Array:
             exact=selection.accumulation == "exact",
             out_dtype=op.out_dtype,
             tile=selection.tile("tile"),
+            expands=selection.workspace > 0,
         )
     data, scale = _parts(args.w)
     return matmul.linear(

@@ -54,6 +54,7 @@ def linear(
     exact: bool = True,
     out_dtype: jax.typing.DTypeLike = jnp.bfloat16,
     tile: MatmulTile,
+    expands: bool = False,
     interpret: bool = False,
 ) -> Array:
     """activation(scale * (x w^T) + bias), (M, N), in one launch, or two where K is split.
@@ -68,7 +69,8 @@ def linear(
       layer: int32 scalar, which of the stacked weights; the kernel indexes them, nothing is copied.
       exact: e4m3 sums are promoted to float32 every 128 of K instead of left to the tensor core.
       out_dtype: bfloat16, float16 or float32.
-      tile: see ``tuning.fourbit``.
+      tile: see ``tuning.fourbit``; with ``expands`` of ``matmul.linear``.
+      expands: weights, which fold, are expanded to e4m3 codes before their product.
       interpret: compute with XLA on any device, for tests.
 
     Raises:
@@ -88,6 +90,8 @@ def linear(
         if bias is not None:
             y = y + bias[0 if layer is None else layer[0]].astype(jnp.float32)
         return (y if activation is None else body.ungated(activation, y)).astype(out_dtype)
+    if expands:
+        return _expanded(x, w, ends, static, out_dtype, interpret)
     split = tile.split_k
     shape = jax.ShapeDtypeStruct((m, n), out_dtype) if split == 1 else jax.ShapeDtypeStruct((split, m, n), jnp.float32)
     y = lowering.kernel_call(
@@ -103,49 +107,35 @@ def linear(
     return y if split == 1 else _finish(y, ends, static, out_dtype, interpret)
 
 
-def expanded_linear(
-    x: Array,
-    w: Packed,
-    *,
-    packing: Packing,
-    x_scale: Array | None = None,
-    bias: Array | None = None,
-    activation: str | None = None,
-    layer: Array | None = None,
-    exact: bool = True,
-    out_dtype: jax.typing.DTypeLike = jnp.bfloat16,
-    tile: MatmulTile,
-    interpret: bool = False,
+def _expanded(
+    x: Array, w: Packed, ends: _Ends, static: _Static, out_dtype: jax.typing.DTypeLike, interpret: bool
 ) -> Array:
     """``linear`` of weights that are expanded to e4m3 codes before, (N, K) bytes and 4 N for their scales.
 
     Where rows of w have exponents that e4m3's cannot all take in, the blocks of such rows are computed again from the
-    packed weights. ``packing.folds``, N and K are not 0, ``tile`` is of ``matmul.linear``; else as for ``linear``.
+    packed weights.
     """
-    stacked = layer is not None
-    index = jnp.zeros(1, jnp.int32) if layer is None else layer.astype(jnp.int32).reshape(1)
-    if not stacked:
-        w, bias = jax.tree.map(lambda a: a[None], (w, bias))
-    _check(x, w, packing, x_scale, bias)
-    layers, m = w.data.shape[0], x.shape[0]
+    (packing, tile, exact), m = static.step, static.m
+    index = jnp.zeros(1, jnp.int32) if ends.layer is None else ends.layer
     x, (codes, scale, passes), index = expand.expand_after(x, w, packing, index, interpret=interpret)
+    bias = ends.bias
+    if bias is not None:
+        bias = lax.dynamic_index_in_dim(bias, body.existing(index[0], static.layers), 0, False)
     y = matmul.linear(
         x,
         codes,
         scale,
-        x_scale=x_scale,
+        x_scale=ends.x_scale,
         w_block=(1, -1),
-        bias=None if bias is None else lax.dynamic_index_in_dim(bias, body.existing(index[0], layers), 0, False),
-        activation=activation,
+        bias=bias,
+        activation=static.activation,
         exact=exact,
         out_dtype=out_dtype,
         tile=tile,
         interpret=interpret,
     )
-    if not m:
-        return y
     again = expand.again_tile(64)
-    static = _Static(Step(packing, again, exact), m, layers, activation)
+    static = static._replace(step=Step(packing, again, exact))
     tiles = pl.cdiv(m, again.block_m) * pl.cdiv(packing.n, again.block_n)
     programs = min(tiles, expand.AGAIN_PROGRAMS)
     return lowering.kernel_call(
@@ -160,7 +150,7 @@ def expanded_linear(
         static=static,
         tiles=tiles,
         programs=programs,
-    )(x, w, _Ends(x_scale, bias, index), passes, y)
+    )(x, w, ends._replace(layer=index), passes, y)
 
 
 def _kernel(x_ref: Any, w: Packed, ends: _Ends, out_ref: Any, *, static: _Static) -> None:

@@ -11,7 +11,7 @@ import pytest
 import jmoe
 from pallas_kernels import quantize as kernels
 from pallas_kernels.fourbit import expand
-from pallas_kernels.fourbit.linear import expanded_linear, linear
+from pallas_kernels.fourbit.linear import linear
 from pallas_kernels.moe import batched_experts, fused_moe
 from pallas_kernels.tuning.heuristics import MatmulTile
 from pallas_kernels.tuning.moe_heuristics import MoETiles
@@ -69,7 +69,7 @@ def both(q, x, **options):
     codes, scale = kernels.quantize_tokens(x, codes=jnp.float8_e4m3fn, interpret=True)
     call = {"packing": cases.packing_of(q), "x_scale": scale, "out_dtype": jnp.float32, "interpret": True} | options
     w = cases.packed(q)
-    return (np.asarray(function(codes, w, tile=TILE, **call)) for function in (expanded_linear, linear))
+    return (np.asarray(linear(codes, w, tile=TILE, expands=expands, **call)) for expands in (True, False))
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -250,7 +250,7 @@ def test_weights_that_are_used_twice_are_expanded_twice():
     taken = {}
     for room in (0, ROOM):
         with jmoe.config(device="h200", workspace=room):
-            compiled = aot.compile_for(lambda *arrays: twice(*arrays), (x, w, w, w), spills=True)
+            compiled = aot.compile_for(lambda *arrays: twice(*arrays), (x, w, w, w))
             taken[room] = compiled.temporary_bytes
             assert compiled.launches.count("expand_w4") == (6 if room else 0)
     assert taken[ROOM] - taken[0] < 2 * 512 * 516

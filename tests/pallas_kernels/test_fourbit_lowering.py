@@ -1,6 +1,7 @@
 """What products with packed four-bit weights become for GPUs that are not here."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import jmoe
 from pallas_kernels.experts import Experts
 from pallas_kernels.fourbit.linear import linear
 from pallas_kernels.moe import fused_moe
-from pallas_kernels.tuning.fourbit import linear_tile
+from pallas_kernels.tuning.fourbit import Kind, linear_tile, moe_tiles
 from tests.pallas_kernels import aot, lanes, moe_cases
 from tests.pallas_kernels import fourbit_cases as cases
 from tests.pallas_kernels.moe_cases import LAYERS, Case
@@ -88,10 +89,11 @@ def test_a_scan_over_layers_copies_no_weights():
     assert aot.compile_for(scanned, (x, w)).temporary_bytes < n * n // 4
 
 
-def layer_of_experts(case, capability, layers=2):
-    """fused_moe of one of so many stacked layers, and its arguments as shapes."""
+def layer_of_experts(case, capability, layers=2, tiles=None):
+    """fused_moe of one of so many stacked layers, and its arguments as shapes; by the heuristics' tiles or others."""
     one = jax.eval_shape(lambda: moe_cases.layer(case))
     spec = cases.spec_of(case, one, capability=capability)
+    spec = spec if tiles is None else replace(spec, tiles=tiles)
     experts = jax.eval_shape(lambda: cases.experts_of(moe_cases.layer(case)))
     stacked = jax.tree.map(lambda s: lanes.spec((layers, *s.shape), s.dtype), experts)
     x, weights = jax.eval_shape(lambda: moe_cases.tokens(case))
@@ -108,7 +110,21 @@ def test_a_layer_of_experts_lowers(capability, recipe):
     for tokens, sizes in ((1, "qwen3-30b"), (8, "qwen3-30b"), (8192, "gpt-oss")):
         case = Case(recipe=recipe, tokens=tokens, **LAYERS[sizes], bias=True)
         kernels = lanes.lower_for(*layer_of_experts(case, capability), capability)
-        if tokens == 1 and recipe != "mxfp4_a8":  # whose codes would be decoded twice
+        if tokens == 1 and recipe == "mxfp4_a8":
+            # Its codes would be decoded twice, so the heuristics have no products with vectors, but a table may.
+            names = [k.name for k in kernels]
+            assert names == ["moe_prepare", "moe_first", "moe_requantize", "moe_second", "combine"]
+            few = moe_tiles(
+                1,
+                case.hidden,
+                case.intermediate,
+                case.experts,
+                case.top_k,
+                kind=Kind(operand="bfloat16", words=1),
+                capability=capability,
+            )
+            kernels = lanes.lower_for(*layer_of_experts(case, capability, tiles=few), capability)
+        if tokens == 1:
             assert [k.name for k in kernels] == ["moe_first_few", "moe_second_few"]
         else:
             assert [k.count("tt.dot") >= 1 for k in kernels if k.name in ("moe_first", "moe_second")] == [True, True]
