@@ -184,6 +184,22 @@ def test_the_table_of_times_is_what_was_measured():
         assert [int(time) for time in times] == [round(us) for us in measured]
 
 
+def test_the_table_of_gpt_oss_is_what_was_measured():
+    rows = json.loads((ROOT / "bench/results/moe-gpt-oss-nvidia-h200.json").read_text())["rows"]
+    head, *lines = speed_table(2)
+    assert len(lines) == 4
+    for name, *times in lines:
+        recipe = name.strip("`")
+        assert [int(time) for time in times] == [round(rows[f"gpt-oss-120b/{recipe}/{t}"]["us"]) for t in head[1:]]
+
+
+def test_another_gpu_took_no_longer_than_is_said():
+    runs = ("moe", "moe-again")
+    first, again = (json.loads((ROOT / f"bench/results/{run}-nvidia-h200.json").read_text())["rows"] for run in runs)
+    [percent] = re.findall(r"up to (\d+)% more \(`moe-again`\)", README)
+    assert max(again[row]["us"] / first[row]["us"] for row in again) <= 1 + int(percent) / 100
+
+
 def test_the_table_of_ratios_is_what_was_measured_and_published():
     layers = {
         "DeepSeek-V3": "dsv3",

@@ -15,7 +15,7 @@ from pallas_kernels.tuning.moe_heuristics import MoETiles
 _LINEAR_ROWS = 1024
 """Fewest rows of x for which expanding the weights of a linear takes less time than it saves."""
 
-_EXPERT_ROWS = 256
+_EXPERT_ROWS = 768
 """The same for the rows of an expert, on average."""
 
 

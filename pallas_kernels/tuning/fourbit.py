@@ -15,6 +15,9 @@ _COLUMNS = 128
 _SINGLE_WEIGHTS = 2**24
 """Most weights of w2 of slots that are products of matrices and vectors, whose limit is unpacking."""
 
+_SHORT_K = 8 * _COLUMNS
+"""Longest K of a run of tiles, whose steps are written out."""
+
 _FEW_SLOTS = 8
 """Most slots whose programs do not fill the GPU."""
 
@@ -134,6 +137,9 @@ def moe_tiles(
     else:
         few = None if batched or slots > _FEW_SLOTS else slots * -(-intermediate // 64) / sm_count
         first, second = _on_hopper(rows, hidden, intermediate, folds, exact, few)
+        if few is None and 2 * _COLUMNS < intermediate <= _SHORT_K:
+            blocks = experts * -(-rows // first.block_m) if batched else min(slots, experts)
+            second = _in_runs(second, blocks * -(-hidden // 64) / sm_count, folds)
     return MoETiles(first=_fitted(first, halves, kind, capability), second=_fitted(second, 1, kind, capability))
 
 
@@ -151,10 +157,10 @@ def _on_hopper(
         first = _tile(block_m, 64 if narrow else 128, _COLUMNS, 4 if narrow else 8, 3)
         second = _tile(block_m, 128, _COLUMNS, 4, 3)
     elif folds or block_m > 16:
-        first = _tile(block_m, 64, _COLUMNS, 4, 6 if block_m == 16 else 4)
+        first = _tile(block_m, 64, _COLUMNS, 4, 5 if block_m == 16 else 4)
         second = _tile(block_m, 128, _COLUMNS, 8 if block_m == 16 else 4, 4)
         if few is not None:
-            second = first
+            first = second = replace(first, num_stages=6)
             first = _tile(block_m, 64, 2 * _COLUMNS, 4, 4) if few < 1 and hidden >= 4096 else first
     else:
         first = _tile(block_m, 128, _COLUMNS, 8, 3)
@@ -169,6 +175,19 @@ def _on_hopper(
         second = replace(second, run=run)
     short = {32: 16 if rows > 20 else 0, 64: 32, 128: 64}.get(block_m, 0)
     return replace(first, short=short), replace(second, short=short)
+
+
+def _in_runs(second: MatmulTile, programs: float, folds: bool) -> MatmulTile:
+    """The second product's tile where K is short: programs that make several, so that loads do not run dry in between.
+
+    ``programs``: of one tile each, 64 columns wide, a multiprocessor; three are under way at a time.
+    """
+    most = 4 if folds and second.block_m == 16 else 8
+    run = next((run for run in (8, 4) if run <= most and programs >= 3 * run), 1)
+    # The others' programs are worth it only where they are long.
+    if second.block_m > 32 or run == 1 or (not folds and (run < 8 or second.block_m > 16)):
+        return second
+    return replace(second, block_n=64, num_warps=4, num_stages=2, run=run)
 
 
 def _whole_tiles(tile: MatmulTile, k: int) -> MatmulTile:

@@ -21,7 +21,7 @@ class MatmulTile:
       pieces: of ``block_n``, that go through the tensor core one after the other; sums that wait for their scales take
         the registers of one piece.
       run: tiles of columns that a program of a layer of experts makes one after the other, while the next one's
-        operands are on their way; for a K of one or two steps.
+        operands are on their way; for a K of few steps.
       short: rows that a program of a layer of experts computes where its block has no more; 0 is always ``block_m``.
     """
 
@@ -167,6 +167,9 @@ def _many_rows(
         return low if scaled else [(tile(256, 64, 4, 3), 1, 0.0), *low]
     if capability < 90 or operands == "w8a16":
         return [(tile(128, 128, 8, 3), 0.85, 0), *small]
+    if operands == "int8" and capability == 90 and not promoted:
+        # Every product is waited for, so that two programs take turns.
+        return [(tile(128, 128, 4, 3), 1, 0), (tile(128, 256, 8, 3), 0.84, 0), (tile(64, 128, 4, 4), 0.63, 0), small[1]]
     if not promoted:
         return [(tile(128, 256, 8, 3), 1, 0), (tile(128, 128, 4, 3), 0.9, 0), *small]
     if capability > 90:

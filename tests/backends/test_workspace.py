@@ -18,7 +18,7 @@ from pallas_kernels.tuning.moe_heuristics import MoETiles
 from tests.interpreted import DEVICE, interpreted
 
 M, N, K = 1024, 130, 300
-T, H, I, E, TOP = 520, 130, 96, 2, 1
+T, H, I, E, TOP = 1540, 130, 96, 2, 1
 NEEDED = N * (K + 4)
 NEEDED_MOE = E * 2 * I * (H + 4)
 ROOM = 10**6
@@ -83,7 +83,7 @@ def test_explain_says_what_is_taken_and_shows_the_tiles_of_fp8():
         (linear, dense("fp8_channel"), {"workspace": ROOM}),
         (linear, dense(), {"workspace": ROOM, "batch_invariant": True}),
         (layer, experts(), {"workspace": NEEDED_MOE - 1}),
-        (layer, experts(2 * 256 - 1), {"workspace": ROOM}),
+        (layer, experts(2 * 768 - 1), {"workspace": ROOM}),
         (layer, experts(), {"workspace": ROOM, "moe_chunk": 256}),
     ],
     ids=["room", "rows", "bfloat16", "int4", "fp8", "invariant", "room of w13", "rows an expert", "chunks"],
@@ -129,9 +129,9 @@ def test_a_layer_of_stacked_linears_with_its_bias():
     assert error(found, call(x, w, layer=2, implementation="reference")) < 3e-3
 
 
-@pytest.mark.parametrize("chunk", [None, 512])
+@pytest.mark.parametrize("chunk", [None, 1536])
 def test_a_layer_of_experts_is_the_references(chunk):
-    args = experts(T if chunk is None else 600)
+    args = experts(T if chunk is None else 1600)
     with interpreted(), jmoe.config(workspace=NEEDED_MOE, moe_chunk=chunk):
         found = jax.jit(layer)(*args)
     assert error(found, jmoe.fused_moe(*args, implementation="reference")) < 2e-2
@@ -139,8 +139,8 @@ def test_a_layer_of_experts_is_the_references(chunk):
 
 def test_rows_of_each_expert_are_the_references():
     _, w13, w2, _, _ = experts()
-    x = jax.random.normal(jax.random.key(5), (E, 256, H), jnp.bfloat16)
-    counts = jnp.array([256, 9], jnp.int32)
+    x = jax.random.normal(jax.random.key(5), (E, 768, H), jnp.bfloat16)
+    counts = jnp.array([768, 9], jnp.int32)
     with interpreted(), jmoe.config(workspace=NEEDED_MOE):
         assert "expanded" in selected(batched, x, counts, w13, w2, workspace=NEEDED_MOE).note
         found = jax.jit(batched)(x, counts, w13, w2)
@@ -203,10 +203,10 @@ def layer_op(tokens, **changes):
 def test_rows_of_an_expert_are_those_of_all_devices_experts():
     """A device that holds E of E_global experts gets E / E_global of the rows."""
     with jmoe.config(workspace=ROOM):
-        assert select(layer_op(512), DEVICE, implementation="triton").workspace
-        elsewhere = select(layer_op(512, global_experts=4 * E), DEVICE, implementation="triton")
+        assert select(layer_op(1536), DEVICE, implementation="triton").workspace
+        elsewhere = select(layer_op(1536, global_experts=4 * E), DEVICE, implementation="triton")
     assert not elsewhere.workspace
-    alone = select(layer_op(128), DEVICE, implementation="triton")
+    alone = select(layer_op(384), DEVICE, implementation="triton")
     assert elsewhere.tile("first").block_m == alone.tile("first").block_m
 
 

@@ -155,6 +155,9 @@ LAYERS: list[dict[str, Any]] = [
 ]
 EXPERTS = [
     *(Case(recipe=recipe, **sizes) for recipe in ("mxfp4", "mxfp4_a8", "nvfp4_w4a16", "int4") for sizes in LAYERS),
+    # Programs of the second product that make several tiles.
+    *(Case(recipe=recipe, **LAYERS[0] | {"tokens": 64}) for recipe in ("mxfp4", "mxfp4_a8", "int4")),
+    Case(recipe="mxfp4_a8", bias=True, **LAYERS[0] | {"tokens": 400}),
     Case(recipe="int4_fp8", **LAYERS[1]),
     Case(recipe="int4_int8:group=32,zero_point", **LAYERS[2]),
     Case(recipe="int4:group=32,zero_point", gated=False, activation="relu2", bias=True, **LAYERS[1]),

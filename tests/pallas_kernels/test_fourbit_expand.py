@@ -194,11 +194,11 @@ def experts(x, w13, w2, weights, ids):
 
 DENSE = lanes.spec((4096, 2880), jnp.bfloat16), weight(2, 5760, 2880), lanes.spec((), jnp.int32)
 EXPERTS = (
-    lanes.spec((4096, 2880), jnp.bfloat16),
+    lanes.spec((8192, 2880), jnp.bfloat16),
     weight(32, 2, 2880, 2880),
     weight(32, 2880, 2880),
-    lanes.spec((4096, 4)),
-    lanes.spec((4096, 4), jnp.int32),
+    lanes.spec((8192, 4)),
+    lanes.spec((8192, 4), jnp.int32),
 )
 ROOM = 32 * 2 * 2880 * (2880 + 4)
 """What w13 of ``EXPERTS`` needs."""
