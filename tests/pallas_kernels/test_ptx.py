@@ -13,7 +13,8 @@ INT4 = "int4:scale_dtype=bfloat16"
 CASES = [
     *((INT4, "qwen3-30b", tokens) for tokens in (32, 512, 2048, 8192)),
     *(("mxfp4_a8", "dsv3-tp8", tokens) for tokens in (32, 512, 2048)),
-    ("mxfp4_a8", "qwen3-30b", 32),
+    *(("mxfp4_a8", "qwen3-30b", tokens) for tokens in (32, 512)),
+    ("mxfp4", "qwen3-30b", 128),
     ("mxfp4", "gpt-oss-120b", 32),
     ("nvfp4_w4a16", "qwen3-30b", 512),
     ("fp8_block", "qwen3-30b", 2048),
@@ -33,10 +34,9 @@ def test_products_overlap_and_registers_hold_what_is_unpacked(recipe, layer, tok
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert set(found) == {"moe_first", "moe_second"}
-    for name, kernel in found.items():
+    for kernel in found.values():
         assert not kernel["serialised"], found
         # Promoted sums of high tiles take a few registers more than there are in JAX 0.10's Triton.
         assert kernel["spilled"] == 0 or recipe == "fp8_block", found
-        # A run of tiles has its results' stores in the loop, too.
-        if recipe.startswith(("int4", "mxfp4", "nvfp4")) and (name, layer) != ("moe_second", "dsv3-tp8"):
-            assert kernel["stores"] == 0, found
+        if recipe.startswith(("int4", "mxfp4", "nvfp4")):
+            assert kernel["stores"] <= kernel["results"], found
