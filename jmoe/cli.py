@@ -26,7 +26,7 @@ from rich.table import Table
 import jmoe
 from jmoe import checkpoint, tuning
 from jmoe.backends.activation import as_activation
-from jmoe.backends.select import IMPLEMENTATIONS, as_device, default_accumulation, select
+from jmoe.backends.select import IMPLEMENTATIONS, as_device, select
 from jmoe.backends.spec import DeviceSpec, OpSpec, Selection
 from jmoe.checkpoint.safetensors_header import parse_json
 from jmoe.checkpoint.summary import ModuleSummary, Summary
@@ -295,7 +295,7 @@ def _cost(op: OpSpec, device: DeviceSpec) -> list[str]:
     matrices = _weight_shapes(op)
     every = sum(weight_bytes(op.recipe, shape) for shape in matrices)
     lines = [
-        f"  recipe {op.recipe.name}: {op.recipe.describe()}; default accumulation {default_accumulation(op.recipe)}",
+        f"  recipe {op.recipe.name}: {op.recipe.describe()}; default accumulation {op.default_accumulation}",
         f"  weights {_size(every)} a layer, {every / device.memory:.1%} of the device's memory",
     ]
     touched = every

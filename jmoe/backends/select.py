@@ -6,9 +6,8 @@ import jax
 
 from jmoe.arguments import check_type
 from jmoe.backends import reference, triton, xla
-from jmoe.backends.spec import Accumulation, Considered, DeviceSpec, OpSpec, Plan, Selection
+from jmoe.backends.spec import Considered, DeviceSpec, OpSpec, Plan, Selection
 from jmoe.config import config
-from jmoe.scheme import Recipe
 
 IMPLEMENTATIONS: dict[str, ModuleType] = {module.NAME: module for module in (triton, xla, reference)}
 """In order of preference."""
@@ -40,19 +39,6 @@ def as_device(device: DeviceSpec | jax.Device | str | None) -> DeviceSpec:
     raise TypeError(f"device={device!r} must be a DeviceSpec, a JAX device, the name of a known one, or None")
 
 
-def default_accumulation(recipe: Recipe) -> Accumulation:
-    """What a call that asks for nothing gets: "fast" for FP8 operands with one scale over all of K, else "exact".
-
-    MXFP4 weights are such operands, since their scales go into the codes' exponents.
-    """
-    weight, x = recipe.weight, recipe.input
-    if weight is None or x is None or x.format not in ("e4m3", "e5m2"):
-        return "exact"
-    folded = weight.format == "e2m1" and weight.scale_dtype == "e8m0"
-    one = weight.format in ("e4m3", "e5m2") and weight.block[1] == -1
-    return "fast" if (one or folded) and x.block[1] == -1 else "exact"
-
-
 def select(
     op_spec: OpSpec,
     device: DeviceSpec | jax.Device | str | None = None,
@@ -78,7 +64,7 @@ def select(
     check_type("op_spec", op_spec, OpSpec, "an OpSpec; jmoe.explain shows those of a function's calls")
     spec = as_device(device)
     if op_spec.accumulation is None:
-        op_spec = op_spec.replace(accumulation=_accumulation(op_spec))
+        op_spec = op_spec.replace(accumulation=op_spec.default_accumulation)
     asked = implementation if implementation is not None else config.implementation
     if asked is not None and asked not in tuple(IMPLEMENTATIONS):
         origin = "" if implementation is not None else "; it is set by jmoe.config or JMOE_IMPLEMENTATION"
@@ -113,12 +99,6 @@ def select(
     passed_over = [f"{c.implementation}: {c.reason}" for c in considered[: list(IMPLEMENTATIONS).index(chosen)]]
     reason = "first in order that can" + (f" ({'; '.join(passed_over)})" if passed_over else "")
     return _selection(chosen, reason, plans[chosen], considered)
-
-
-def _accumulation(op: OpSpec) -> Accumulation:
-    """The default of both products: fast only where it is for each."""
-    defaults = {default_accumulation(r) for r in (op.recipe, op.second_recipe) if r is not None}
-    return "exact" if "exact" in defaults else "fast"
 
 
 def _selection(name: str, reason: str, plan: Plan, considered: tuple[Considered, ...]) -> Selection:

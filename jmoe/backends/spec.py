@@ -24,6 +24,19 @@ Accumulation = Literal["exact", "fast"]
 Op = Literal["linear", "moe", "batched_experts"]
 
 
+def default_accumulation(recipe: Recipe) -> Accumulation:
+    """What a call that asks for nothing gets: "fast" for FP8 operands with one scale over all of K, else "exact".
+
+    MXFP4 weights are such operands, since their scales go into the codes' exponents.
+    """
+    weight, x = recipe.weight, recipe.input
+    if weight is None or x is None or x.format not in ("e4m3", "e5m2"):
+        return "exact"
+    folded = weight.format == "e2m1" and weight.scale_dtype == "e8m0"
+    one = weight.format in ("e4m3", "e5m2") and weight.block[1] == -1
+    return "fast" if (one or folded) and x.block[1] == -1 else "exact"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpSpec:
     """An operation with static shapes.
@@ -117,6 +130,12 @@ class OpSpec:
         if self.op == "batched_experts":
             return self.tokens
         return -(-self.tokens * self.top_k // max(self.experts, self.global_experts, 1))
+
+    @property
+    def default_accumulation(self) -> Accumulation:
+        """What a call that asks for nothing gets: fast only where that is the default of both products."""
+        defaults = {default_accumulation(r) for r in (self.recipe, self.second_recipe) if r is not None}
+        return "exact" if "exact" in defaults else "fast"
 
     def replace(self, **changes: Any) -> "OpSpec":
         return dataclasses.replace(self, **changes)

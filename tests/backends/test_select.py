@@ -10,8 +10,8 @@ import pytest
 import jmoe
 from jmoe import DeviceSpec, OpSpec, Recipe, Scheme, recipe, select
 from jmoe.backends import select as selector
-from jmoe.backends.select import IMPLEMENTATIONS, as_device, current_device, default_accumulation
-from jmoe.backends.spec import DEVICES, Plan, Selection
+from jmoe.backends.select import IMPLEMENTATIONS, as_device, current_device
+from jmoe.backends.spec import DEVICES, Plan, Selection, default_accumulation
 
 LINEAR = OpSpec(op="linear", recipe=recipe("fp8_block"), tokens=8, hidden=256, features=128)
 MOE = OpSpec(

@@ -158,6 +158,7 @@ def test_accumulation_is_exact_and_says_so_where_fast_was_asked():
     fast = plan(moe_op(accumulation="fast"))
     assert fast.accumulation == "exact"
     assert "accumulation='fast' changes nothing" in fast.note
+    assert "changes nothing" not in plan(moe_op("fp8_channel", accumulation="fast")).note  # its default
 
 
 def test_notes_tell_of_dequantised_weights_and_meshes():
