@@ -290,8 +290,8 @@ def for_tiles(x: Input, w: Weights, block: Block, at: At, product: Product, fini
         finish(at, _sums(x, w, block, at, product, steps))
         return
     # One loop is over tiles: its pipeline of loads does not run dry between two of them.
-    run = _short_run if steps.count <= _SHORT_STEPS else _long_run
-    run(x, w, block, at, product, steps, count, finish)
+    make = _short_run if steps.count <= _SHORT_STEPS else _long_run
+    make(x, w, block, at, product, steps, count, finish)
 
 
 _SHORT_STEPS = 2
@@ -318,7 +318,9 @@ def _short_run(
 def _long_run(
     x: Input, w: Weights, block: Block, at: At, product: Product, steps: _Steps, count: Array | int, finish: _Finish
 ) -> None:
-    """Every turn is a step of K of some tile. Sums that are not promoted would have ptxas wait for every product."""
+    """Every turn is a step of K of some tile: for sums that are promoted. Others are right, but slow: the tensor core
+    could not go on with an accumulator that a turn may have set to zero, so that each product is waited for.
+    """
     masked = steps.whole < steps.count
 
     def make(turn: Array, sums: Sums) -> Sums:

@@ -139,7 +139,7 @@ def moe_tiles(
         first, second = _on_hopper(rows, hidden, intermediate, folds, exact, few)
         if few is None and 2 * _COLUMNS < intermediate <= _SHORT_K:
             blocks = experts * -(-rows // first.block_m) if batched else min(slots, experts)
-            second = _in_runs(second, blocks * -(-hidden // 64) / sm_count, folds)
+            second = _in_runs(second, -(-hidden // 64), blocks / sm_count, folds)
     return MoETiles(first=_fitted(first, halves, kind, capability), second=_fitted(second, 1, kind, capability))
 
 
@@ -177,14 +177,14 @@ def _on_hopper(
     return replace(first, short=short), replace(second, short=short)
 
 
-def _in_runs(second: MatmulTile, programs: float, folds: bool) -> MatmulTile:
+def _in_runs(second: MatmulTile, tiles: int, blocks: float, folds: bool) -> MatmulTile:
     """The second product's tile where K is short: programs that make several, so that loads do not run dry in between.
 
-    ``programs``: of one tile each, 64 columns wide, a multiprocessor; three are under way at a time.
+    ``tiles`` of 64 columns, ``blocks`` of rows a multiprocessor; three programs are under way at a time.
     """
     most = 4 if folds and second.block_m == 16 else 8
-    run = next((run for run in (8, 4) if run <= most and programs >= 3 * run), 1)
-    # The others' programs are worth it only where they are long.
+    run = next((run for run in (8, 4) if run <= min(most, tiles) and blocks * tiles >= 3 * run), 1)
+    # Programs of weights that do not fold are worth it only where they are long, and their blocks low.
     if second.block_m > 32 or run == 1 or (not folds and (run < 8 or second.block_m > 16)):
         return second
     return replace(second, block_n=64, num_warps=4, num_stages=2, run=run)

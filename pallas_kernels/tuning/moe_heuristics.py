@@ -190,12 +190,12 @@ class _Layer(NamedTuple):
         return replace(tile, **more)
 
     @property
-    def alone(self) -> bool:
+    def takes_turns(self) -> bool:
         """int8 sums, each of whose products is waited for, so that programs take turns where one would idle."""
         return self.operands == "int8" and not self.promoted and self.block_m == 128
 
     def first(self) -> MatmulTile:
-        if self.alone and self.free:
+        if self.takes_turns and self.free:
             return self._tile(0, 4, 3, block_n=64)
         if self.block_m >= 64:
             return self._tile(0, 8, 3 if self.operands == "w8a16" and self.block_m == 64 else 4)
@@ -213,7 +213,7 @@ class _Layer(NamedTuple):
         if self.operands == "w8a16":
             return self._tile(1, 8, 4 if rows == 128 else 3) if rows >= 64 else self._tile(1, 4, 3 if short_k else 5)
         if rows == 128:
-            return self._tile(1, 4, 3) if self.alone else self._tile(1, 8, 3, block_n=256)
+            return self._tile(1, 4, 3) if self.takes_turns else self._tile(1, 8, 3, block_n=256)
         if self.operands == "16bit" and short_k and rows != 32:
             return self._tile(1, 8, 3, block_n=256) if rows == 64 else self._tile(1, 8, 3, block_k=128)
         return self._tile(1, 4, (6 if self.operands != "16bit" else 5) if rows == 64 else 3 if short_k else 5)

@@ -35,6 +35,12 @@ _DTYPES = ("bfloat16", "float16", "float32")
 NEAREST = 2
 """A tile serves row counts up to so many times more or fewer than those that it was measured at."""
 
+_FEW_ROWS = 64
+"""Most rows of a linear that one block of them holds: its tile serves no more rows than it was measured at."""
+
+_NEAREST_LINEAR = 1.25
+"""``NEAREST`` for more rows of a linear, where heuristics count the waves of its programs."""
+
 Tiles = MatmulTile | MoETiles
 
 
@@ -106,7 +112,8 @@ def table(entries: Iterable[Entry]) -> Table:
 def nearest(entries: Iterable[Entry], tokens: int) -> Entry | None:
     """The entry whose row count is the nearest by ratio, and at most ``NEAREST`` times off; of two the larger.
 
-    What works a slot at a time serves no more tokens than it was measured at: its time grows with each.
+    What works a slot at a time serves no more tokens than it was measured at: its time grows with each. Nor does a
+    linear's tile of few rows, whose blocks more rows would need two of; one of many rows serves few others.
     """
     if tokens < 1:
         return None
@@ -114,11 +121,15 @@ def nearest(entries: Iterable[Entry], tokens: int) -> Entry | None:
     def distance(entry: Entry) -> tuple[float, int]:
         return abs(math.log(entry.tokens / tokens)), -entry.tokens
 
-    serving = [entry for entry in entries if tokens <= entry.tokens or not is_single(entry)]
-    best = min(serving, key=distance, default=None)
-    if best is None or max(best.tokens, tokens) > NEAREST * min(best.tokens, tokens):
-        return None
-    return best
+    return min((entry for entry in entries if _serves(entry, tokens)), key=distance, default=None)
+
+
+def _serves(entry: Entry, tokens: int) -> bool:
+    is_linear = entry.key.op == "linear"
+    few = is_single(entry) or (is_linear and entry.tokens <= _FEW_ROWS)
+    factor = _NEAREST_LINEAR if is_linear and not few else NEAREST
+    fewer, more = sorted((entry.tokens, tokens))
+    return more <= factor * fewer and (tokens <= entry.tokens or not few)
 
 
 def is_single(entry: Entry) -> bool:

@@ -131,6 +131,12 @@ def test_candidates_of_packed_weights_are_neighbours():
     assert pairs[0] == base and len(pairs) == 4
 
 
+def test_a_run_of_packed_tiles_is_compared_with_none():
+    base = tile(16, 64, 128, 4, 2, swap=True, run=8)
+    found = packed_candidates(base, Problem(m=4, n=2048, k=768, operands="w8a16", groups=128), 4)
+    assert {other.run for other in found} == {1, 8}
+
+
 def test_where_k_is_short_programs_make_several_tiles_that_divide_a_row():
     base = moe_tiles(2048, 7168, 256, 256, 8, operands="fp8", first_cell=128, second_cell=128, group=128)
     facts = {"m": 64, "operands": "fp8", "promoted": True, "groups": 256}

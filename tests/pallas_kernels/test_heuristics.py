@@ -7,7 +7,7 @@ import pytest
 from pallas_kernels.tuning import fourbit, moe_heuristics
 from pallas_kernels.tuning.heuristics import matmul_tile, shared_memory, step_of_k
 
-BYTES = {"fp8": (1, 1), "w8a16": (2, 1), "16bit": (2, 2), "32bit": (4, 4)}
+BYTES = {"fp8": (1, 1), "int8": (1, 1), "w8a16": (2, 1), "16bit": (2, 2), "32bit": (4, 4)}
 
 
 @pytest.mark.parametrize(
@@ -131,3 +131,40 @@ def test_one_token_of_packed_weights_is_the_tensor_cores_where_unpacking_is_the_
     kind, hidden, intermediate, single
 ):
     assert fourbit.moe_tiles(1, hidden, intermediate, 128, 8, kind=kind).single == single
+
+
+@pytest.mark.parametrize(
+    ("operand", "tokens", "intermediate", "run", "stages"),
+    [
+        ("bfloat16", 8, 768, 1, 4),
+        ("bfloat16", 32, 768, 8, 2),
+        ("bfloat16", 128, 1024, 8, 2),
+        ("bfloat16", 128, 1025, 1, 4),
+        ("bfloat16", 512, 768, 1, 4),
+        ("e4m3", 8, 768, 4, 2),
+        ("e4m3", 128, 768, 4, 2),
+        ("e4m3", 512, 768, 8, 2),
+        ("e4m3", 2048, 768, 1, 3),
+    ],
+)
+def test_programs_of_packed_weights_make_several_tiles_where_k_is_short(operand, tokens, intermediate, run, stages):
+    """As measured on an H200 with Qwen3-30B-A3B's shapes."""
+    kind = fourbit.Kind(operand=operand, words=1)
+    tiles = fourbit.moe_tiles(tokens, 2048, intermediate, 128, 8, kind=kind)
+    assert (tiles.first.run, tiles.second.run, tiles.second.num_stages) == (1, run, stages)
+    assert run == 1 or (tiles.second.block_n, tiles.second.num_warps) == (64, 4)
+
+
+def test_a_run_is_of_no_more_tiles_than_there_are():
+    kind = fourbit.Kind(operand="e4m3", words=1)
+    assert [fourbit.moe_tiles(64, h, 768, 4096, 8, kind=kind).second.run for h in (128, 255, 2048)] == [1, 4, 4]
+
+
+def test_int8_products_that_are_waited_for_take_turns():
+    """Two programs of 128 x 128 on a multiprocessor, in layers with 64 columns of each half, as measured on an H200."""
+    large = matmul_tile(8192, 8192, 8192, operands="int8")
+    assert (large.block_m, large.block_n, large.num_warps, large.num_stages, large.group) == (128, 128, 4, 3, 16)
+    assert [matmul_tile(m, 8192, 8192, operands="int8").block_n for m in (128, 256, 512)] == [64, 128, 128]
+    tiles = moe_heuristics.moe_tiles(8192, 4096, 14336, 8, 2, operands="int8")
+    assert (tiles.first.block_n, tiles.first.num_warps) == (64, 4)
+    assert (tiles.second.block_n, tiles.second.num_warps) == (128, 4)

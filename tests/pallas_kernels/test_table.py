@@ -90,13 +90,34 @@ def test_of_two_entries_for_the_same_the_later_one_counts():
     ],
 )
 def test_the_nearest_bucket_wins(tokens, bucket):
-    entries = [entry(tokens=t) for t in (8, 24, 64, 8192)]
+    entries = [entry(MOE, tokens=t) for t in (8, 24, 64, 8192)]
     found = table.nearest(entries, tokens)
     assert (None if found is None else found.tokens) == bucket
 
 
+@pytest.mark.parametrize(
+    "tokens, bucket",
+    [
+        (7, None),
+        (8, 16),
+        (16, 16),
+        (17, None),  # two blocks of 16 rows would read the weights twice
+        (32, 64),
+        (64, 64),
+        (65, None),
+        (409, None),
+        (410, 512),  # 1.25 times fewer
+        (640, 512),
+        (641, None),
+    ],
+)
+def test_a_linears_tile_serves_rows_of_which_its_program_counts_are_true(tokens, bucket):
+    found = table.nearest([entry(tokens=t) for t in (16, 64, 512)], tokens)
+    assert (None if found is None else found.tokens) == bucket
+
+
 def test_of_two_that_are_as_near_the_larger_wins():
-    assert table.nearest([entry(tokens=8), entry(tokens=32)], 16).tokens == 32
+    assert table.nearest([entry(MOE, tokens=8), entry(MOE, tokens=32)], 16).tokens == 32
 
 
 def test_a_slot_at_a_time_is_for_no_more_tokens_than_it_was_measured_at():
