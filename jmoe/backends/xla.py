@@ -75,7 +75,7 @@ def plan(op: OpSpec, device: DeviceSpec, *, explicit: bool) -> Plan:
         notes.append(f"weights are brought from the layout {op.layout.name!r} to the canonical one in every call")
     if common.has_fp4_activations(op):
         notes.append(f"FP4 activations are emulated: rounded to FP4, multiplied in {operands}")
-    if op.accumulation == "fast" != op.default_accumulation:
+    if op.accumulation == "fast" and op.default_accumulation == "exact":
         notes.append("accumulation='fast' changes nothing: sums are float32 throughout")
     if op.mesh:
         axes = ", ".join(f"{axis}={size}" for axis, size in op.mesh)

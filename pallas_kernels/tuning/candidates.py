@@ -129,8 +129,8 @@ def _beside(tile: MatmulTile, problem: Problem, programs: int) -> int:
 
 
 _SHORT = 2
-"""Steps of K up to which it pays that a program makes several tiles of weights that are not packed; with more, 3% was
-the most on an H200."""
+"""Steps of K up to which it pays that a program makes several tiles of weights that are not packed; on an H200 more of
+them lost, or did not fit shared memory."""
 
 
 def _space(base: MatmulTile, heights: Iterable[int], problem: Problem, *, splits: bool) -> Iterator[MatmulTile]:
