@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import body, lowering
@@ -274,7 +274,10 @@ float32; int32 where all of K is of int8 codes, and only the whole sum is scaled
 """
 
 
-def for_tiles(x: Input, w: Weights, block: Block, at: At, product: Product, finish: Callable[[At, Sums], None]) -> None:
+_Finish = Callable[[At, Sums], None]
+
+
+def for_tiles(x: Input, w: Weights, block: Block, at: At, product: Product, finish: _Finish) -> None:
     """In a kernel: ``finish(at, sums)`` of every tile that a program makes."""
     tile = product.tile
     tiles = product.tiles(product.columns(w))
@@ -286,7 +289,18 @@ def for_tiles(x: Input, w: Weights, block: Block, at: At, product: Product, fini
     if tile.run == 1:
         finish(at, _sums(x, w, block, at, product, steps))
         return
-    # x is read once, and one loop is over tiles: its pipeline of loads does not run dry between two of them.
+    # One loop is over tiles: its pipeline of loads does not run dry between two of them.
+    make = _short_run if steps.count <= _SHORT_STEPS else _long_run
+    make(x, w, block, at, product, steps, count, finish)
+
+
+_SHORT_STEPS = 2
+"""Steps of K that a run of tiles writes out, with x read once."""
+
+
+def _short_run(
+    x: Input, w: Weights, block: Block, at: At, product: Product, steps: _Steps, count: Array | int, finish: _Finish
+) -> None:
     masked = steps.whole < steps.count
     parts = range(steps.count)
     operands = [_operand(x, block, product, steps, jnp.int32(i), masked=masked) for i in parts]
@@ -299,6 +313,30 @@ def for_tiles(x: Input, w: Weights, block: Block, at: At, product: Product, fini
         finish(here, sums)
 
     lowering.loop(count, make, None)
+
+
+def _long_run(
+    x: Input, w: Weights, block: Block, at: At, product: Product, steps: _Steps, count: Array | int, finish: _Finish
+) -> None:
+    """Every turn is a step of K of some tile: for sums that are promoted. Others are right, but slow: the tensor core
+    could not go on with an accumulator that a turn may have set to zero, so that each product is waited for.
+    """
+    masked = steps.whole < steps.count
+
+    def make(turn: Array, sums: Sums) -> Sums:
+        number = body.div(turn, steps.count)
+        i = turn - number * steps.count
+        here = at._replace(tile=at.tile + number)
+        left = _operand(x, block, product, steps, i, masked=masked)
+        sums = _step(left, w, block, here, product, steps, i, sums, masked=masked)
+
+        def end() -> Sums:
+            finish(here, sums)
+            return _zeros(w, product)
+
+        return lax.cond(i == steps.count - 1, end, lambda: sums)
+
+    lowering.loop(count * steps.count, make, _zeros(w, product))
 
 
 def _zeros(w: Weights, product: Product) -> Sums:
@@ -330,7 +368,7 @@ def _for_packed_tiles(
     product: Product,
     packing: Packing,
     count: Array | int,
-    finish: Callable[[At, Sums], None],
+    finish: _Finish,
 ) -> None:
     """``for_tiles`` of packed weights."""
     step = fourbit.Step(packing, pieces(at, product)[1].tile, product.exact)

@@ -336,6 +336,18 @@ def packed_ptx(x: Array, meaning: Callable[..., Array], ptx: str, *others: Array
     return _ptx_p.bind(x, *others, meaning=meaning, dtype=jnp.dtype(dtype), ptx=ptx, pack=pack)
 
 
+def _first(x: Array, when: Array) -> Array:
+    return x
+
+
+def anew(x: Array, when: Array) -> Array:
+    """An int32 tile as it is, of which compilers know neither that nor anything before the int32 scalar ``when``.
+
+    What is computed of it is computed then, and not kept in registers from where the same was computed before.
+    """
+    return packed_ptx(x, _first, "mov.b32 $0, $1;", jnp.broadcast_to(when, x.shape), pack=1, dtype=x.dtype)
+
+
 def _join_rule(ctx: tl.LoweringRuleContext, a: Any, b: Any) -> Any:
     [aval] = ctx.avals_out
     return tt.join(ir.RankedTensorType.get(aval.shape, tl._dtype_to_ir_type(aval.dtype)), a, b)

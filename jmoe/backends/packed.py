@@ -72,7 +72,7 @@ def refusals(op: OpSpec, recipe: Recipe) -> list[str]:
 def tile_of_linear(op: OpSpec, **facts: Any) -> MatmulTile:
     """The heuristic's tile."""
     how = _packing(op.recipe, op.features, op.hidden)
-    kind = Kind(operand=how.operand, words=how.words_a_tile, scales_sums=_scales_sums(op.recipe))
+    kind = Kind(operand=how.operand, words=how.words_a_tile, codes=how.codes, scales_sums=_scales_sums(op.recipe))
     return linear_tile(op.tokens, op.features, op.hidden, kind=kind, **facts)
 
 
@@ -82,7 +82,7 @@ def tiles_of_experts(op: OpSpec, **facts: Any) -> MoETiles:
     second = _packing(op.second_recipe or op.recipe, op.hidden, op.intermediate)
     words = max(first.words_a_tile, second.words_a_tile)
     scales_sums = _scales_sums(op.recipe) or _scales_sums(op.second_recipe or op.recipe)
-    kind = Kind(operand=first.operand, words=words, scales_sums=scales_sums)
+    kind = Kind(operand=first.operand, words=words, codes=first.codes, scales_sums=scales_sums)
     return moe_tiles(
         op.tokens,
         op.hidden,

@@ -155,14 +155,18 @@ def _in_passes(
     steps = tile.block_k // COLUMNS
     end = jnp.minimum(last * steps, packing.column_tiles)
     short = step._replace(tile=replace(tile, block_k=COLUMNS))
-    advance = functools.partial(_step, x, row, w, parts, short, masked=packing.k % COLUMNS != 0)
+    masked = packing.k % COLUMNS != 0
 
-    def one_pass(i: Array, total: list[Array]) -> list[Array]:
+    def one_pass(part: Part, i: Array, total: list[Array]) -> list[Array]:
         total = [acc * np.float32(2.0**-FOLDED) for acc in total]
-        return lowering.loop(end, functools.partial(advance, number=passes - 1 - i), total, start=first * steps)
+        # Dozens of addresses, if compilers know them to be those of the time before, take registers until now.
+        again = lowering.anew(row, i), [part._replace(rows=lowering.anew(part.rows, i))]
+        advance = functools.partial(_step, x, again[0], w, again[1], short, masked=masked, number=passes - 1 - i)
+        return lowering.loop(end, advance, total, start=first * steps)
 
-    total = [jnp.zeros((tile.block_n, tile.block_m), jnp.float32)] * len(parts)
-    return lowering.loop(passes, one_pass, total)
+    # One part after the other: this seldom runs, and is not to need more registers than what always does.
+    zero = [jnp.zeros((tile.block_n, tile.block_m), jnp.float32)]
+    return [lowering.loop(passes, functools.partial(one_pass, part), zero)[0] for part in parts]
 
 
 def _step(

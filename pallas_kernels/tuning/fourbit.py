@@ -18,6 +18,9 @@ _SINGLE_WEIGHTS = 2**24
 _SHORT_K = 8 * _COLUMNS
 """Longest K of a run of tiles, whose steps are written out."""
 
+_LONG_K = 16 * _COLUMNS
+"""K from which loads pay to be further ahead."""
+
 _FEW_SLOTS = 8
 """Most slots whose programs do not fill the GPU."""
 
@@ -29,11 +32,13 @@ class Kind:
     Attributes:
       operand: what the weights are made to, and x is.
       words: 32-bit words of scales and zero points that go with 128 columns of a row.
+      codes: of the weights.
       scales_sums: scales multiply sums over groups, which take registers beside the accumulators.
     """
 
     operand: Literal["bfloat16", "e4m3"]
     words: int
+    codes: Literal["int4", "e2m1"]
     scales_sums: bool = False
 
     @property
@@ -72,13 +77,13 @@ def linear_tile(
         low = m <= 32 or (kind.scales_sums and capability < 90)
         tile = _tile(32 if low else 64, 64, block_k, 4, 3 if block_k == 256 and not folds else 4)
         if folds and not low and capability == 90:
-            tile = replace(tile, block_n=128, num_warps=8, num_stages=3)
+            tile = _tile(64, 128, _COLUMNS, 4, 4)
     elif kind.scales_sums:
         tile = _tile(128, 64, _COLUMNS, 8, 3) if capability == 90 else _tile(64, 64, _COLUMNS, 4, 3)
     elif m <= 128 or -(-m // 256) * -(-n // 128) < 3 * sm_count // 4 or capability != 90:
         tile = _tile(128, 64, 256 if folds else 128, 4, 3)
     else:
-        tile = _tile(128 if folds and exact else 256, 128, 256 if folds else 128, 8, 3)
+        tile = _tile(128 if folds and exact else 256, 128, 256 if folds and exact else 128, 8, 3)
     if m <= 64 and not batch_invariant:
         tile = replace(tile, split_k=_split(-(-n // 64), -(-k // tile.block_k), sm_count))
     if folds and capability < 90 and tile.block_m > 16:  # Ada has no registers for what longer steps unpack
@@ -127,7 +132,7 @@ def moe_tiles(
     if rows is None:
         rows = tokens if batched else -(-slots // max(experts, 1))
     if batch_invariant or capability != 90 or kind.scales_sums:
-        block_m = 64 if batch_invariant or capability != 90 else min(_block_m(rows), 64)
+        block_m = 64 if batch_invariant or capability != 90 or rows > 40 else 16 if rows <= 8 else 32
         if kind.scales_sums and capability != 90:
             block_m = min(block_m, 32)
         warps = 8 if kind.scales_sums and block_m == 64 else 4
@@ -136,56 +141,82 @@ def moe_tiles(
         second = replace(first, num_stages=4)
     else:
         few = None if batched or slots > _FEW_SLOTS else slots * -(-intermediate // 64) / sm_count
-        first, second = _on_hopper(rows, hidden, intermediate, folds, exact, few)
-        if few is None and 2 * _COLUMNS < intermediate <= _SHORT_K:
-            blocks = experts * -(-rows // first.block_m) if batched else min(slots, experts)
-            second = _in_runs(second, -(-hidden // 64), blocks / sm_count, folds)
+        block_m, short = _height(rows, intermediate, low=folds and exact, known=batched)
+        blocks = experts * -(-rows // block_m) if batched else min(slots, experts)
+        first, second = _on_hopper(block_m, hidden, intermediate, kind, few, slots > 2 * experts)
+        second = _in_runs(second, hidden, intermediate, blocks / sm_count, folds, few)
+        first, second = replace(first, short=short), replace(second, short=short)
     return MoETiles(first=_fitted(first, halves, kind, capability), second=_fitted(second, 1, kind, capability))
 
 
+def _height(rows: int, intermediate: int, *, low: bool, known: bool) -> tuple[int, int]:
+    """Rows of a block, and of the shorter program that makes an expert's last block where its rows are that few.
+
+    Experts' rows vary about their average, ``rows``, unless they are ``known`` to be no more. A block of few rows more
+    takes another program, which unpacks the weights again: high blocks with a low last one make the fewest.
+    """
+    if rows <= 8:
+        return 16, 0
+    if rows <= (40 if 2 * _COLUMNS < intermediate <= _SHORT_K else 26):
+        return 32, 16
+    if rows > 144 and not low:  # two accumulators of 128 rows leave no registers for promotion
+        return 128, 64
+    just_begun = abs((rows + 32) % 64 - 32) <= 12
+    return 64, 16 if just_begun and not known else 32
+
+
 def _on_hopper(
-    rows: int, hidden: int, intermediate: int, folds: bool, exact: bool, few: float | None
+    block_m: int, hidden: int, intermediate: int, kind: Kind, few: float | None, many: bool
 ) -> tuple[MatmulTile, MatmulTile]:
-    """Both tiles as measured on an H200; the last block of an expert, mostly not full, is made by a shorter program.
+    """Both tiles as measured on an H200.
 
     ``few``: of few slots, the first product's programs a multiprocessor, which read far ahead; None for more slots.
+    ``many``: there are more than two slots an expert.
     """
-    # Two accumulators of 128 rows leave no registers for promotion.
-    block_m = min(_block_m(rows), 64 if folds and exact else 128)
+    folds = kind.operand == "e4m3"
     if block_m == 128:
-        narrow = not folds and rows >= 256
-        first = _tile(block_m, 64 if narrow else 128, _COLUMNS, 4 if narrow else 8, 3)
-        second = _tile(block_m, 128, _COLUMNS, 4, 3)
-    elif folds or block_m > 16:
-        first = _tile(block_m, 64, _COLUMNS, 4, 5 if block_m == 16 else 4)
-        second = _tile(block_m, 128, _COLUMNS, 8 if block_m == 16 else 4, 4)
-        if few is not None:
-            first = second = replace(first, num_stages=6)
-            first = _tile(block_m, 64, 2 * _COLUMNS, 4, 4) if few < 1 and hidden >= 4096 else first
-    else:
-        first = _tile(block_m, 128, _COLUMNS, 8, 3)
-        second = replace(first, num_stages=5 if intermediate > 2048 else 4)
-        if few is not None:
-            second = _tile(block_m, 64, _COLUMNS, 4, 8)
-            first = first if few >= 2 else replace(second, num_stages=6)
-    if folds and intermediate <= 2 * _COLUMNS:
-        # Too short to fill a pipeline of loads, which a run of tiles does.
-        run = min(4 if few is not None else 8 if block_m == 16 else 16, -(-hidden // 64))
-        second = _tile(block_m, 64, 2 * _COLUMNS, 4, 3) if block_m < 128 else second
-        second = replace(second, run=run)
-    short = {32: 16 if rows > 20 else 0, 64: 32, 128: 64}.get(block_m, 0)
-    return replace(first, short=short), replace(second, short=short)
+        return _tile(128, 64 if not folds else 128, _COLUMNS, 8 if folds else 4, 3), _tile(128, 128, _COLUMNS, 4, 3)
+    if block_m > 16:
+        first = _tile(block_m, 64, _COLUMNS, 4, 4 if folds or block_m == 32 else 3)
+        return first, _tile(block_m, 128, _COLUMNS, 4, 4)
+    if folds:
+        if few is None:
+            return _tile(16, 64, _COLUMNS, 4, 4), _tile(16, 64, _COLUMNS, 4, 5)
+        first = second = _tile(16, 64, _COLUMNS, 4, 6)
+        return _tile(16, 64, 2 * _COLUMNS, 4, 4) if few < 1 and hidden >= 4096 else first, second
+    narrow = _tile(16, 64, _COLUMNS, 4, 4)
+    first = narrow if kind.codes == "e2m1" else _tile(16, 128, _COLUMNS, 8, 3)
+    second = _tile(16, 128, _COLUMNS, 8, 5 if intermediate > _LONG_K else 4)
+    if few is not None:
+        second = replace(narrow, num_stages=8)
+        return first if few >= 2 else replace(second, num_stages=6), second
+    return first, narrow if kind.codes == "e2m1" and many else second
 
 
-def _in_runs(second: MatmulTile, tiles: int, blocks: float, folds: bool) -> MatmulTile:
+def _in_runs(
+    second: MatmulTile, hidden: int, intermediate: int, blocks: float, folds: bool, few: float | None
+) -> MatmulTile:
     """The second product's tile where K is short: programs that make several, so that loads do not run dry in between.
 
-    ``tiles`` of 64 columns, ``blocks`` of rows a multiprocessor; three programs are under way at a time.
+    ``blocks`` of rows a multiprocessor; three programs are under way at a time.
     """
-    most = 4 if folds and second.block_m == 16 else 8
+    tiles, block_m = -(-hidden // 64), second.block_m
+    if intermediate <= 2 * _COLUMNS:
+        if not folds:
+            return second
+        if few is not None or block_m == 16:
+            return replace(_tile(block_m, 64, 2 * _COLUMNS, 4, 3), run=min(8 if few is None else 4, tiles))
+        if block_m == 128:
+            return replace(second, run=min(16, tiles))
+        return replace(_tile(block_m, 128, _COLUMNS, 4, 3 if block_m == 32 else 4), run=min(8, -(-hidden // 128)))
+    if intermediate > _SHORT_K or few is not None or block_m == 128:
+        return second
+    most = 4 if folds and block_m == 16 else 8
     run = next((run for run in (8, 4) if run <= min(most, tiles) and blocks * tiles >= 3 * run), 1)
+    if folds and block_m == 64 and run > 1:
+        return replace(second, num_stages=2, run=min(4, tiles // 2))
     # Programs of weights that do not fold are worth it only where they are long, and their blocks low.
-    if second.block_m > 32 or run == 1 or (not folds and (run < 8 or second.block_m > 16)):
+    if block_m > 32 or run == 1 or (not folds and (run < 8 or block_m > 16)):
         return second
     return replace(second, block_n=64, num_warps=4, num_stages=2, run=run)
 
@@ -200,15 +231,6 @@ def _tile(block_m: int, block_n: int, block_k: int, warps: int, stages: int) -> 
     return MatmulTile(
         block_m=block_m, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages, group=8, swap=True
     )
-
-
-def _block_m(rows: int) -> int:
-    """Rows of a block for so many rows an expert on average."""
-    if rows <= 8:
-        return 16
-    if rows <= 40:
-        return 32
-    return 64 if rows < 64 else 128
 
 
 def _split(tiles: int, steps: int, sm_count: int) -> int:

@@ -87,7 +87,9 @@ def moe_tiles(
     if capability == 90 and operands != "32bit" and not batch_invariant:
         # Every program reads weights of its own where slots are this few.
         own = slots * -(-intermediate // first_n) if slots <= experts else None
-        layer = _Layer(rows, own, hidden, intermediate, operands, promoted, group is None, first_n, steps, sm_count)
+        layer = _Layer(
+            rows, slots, own, hidden, intermediate, operands, promoted, group is None, first_n, steps, sm_count
+        )
         first, second = layer.first(), layer.second()
     else:
         height = 64 if batch_invariant else None
@@ -142,6 +144,7 @@ class _Layer(NamedTuple):
     """
 
     rows: int
+    slots: int
     own: int | None
     """Programs of the first product of few slots, at most one an expert; else None."""
     hidden: int
@@ -173,7 +176,7 @@ class _Layer(NamedTuple):
     @property
     def short(self) -> int:
         if self.block_m == 32:
-            return 16 if self.rows > 20 else 0
+            return 16
         return 32 if self.block_m == 64 and self.swap else 64 if self.block_m == 128 else 0
 
     def _tile(self, product: int, warps: int, stages: int, **more: Any) -> MatmulTile:
@@ -194,11 +197,18 @@ class _Layer(NamedTuple):
         """int8 sums, each of whose products is waited for, so that programs take turns where one would idle."""
         return self.operands == "int8" and not self.promoted and self.block_m == 128
 
+    @property
+    def many_and_short(self) -> bool:
+        """The second product's programs are so many and short that it costs to begin them."""
+        many = self.slots // 128 * (self.hidden // 256) >= 24 * self.sm_count
+        return self.block_m == 128 and 256 < self.intermediate <= 1024 and self.hidden >= 1024 and many
+
     def first(self) -> MatmulTile:
         if self.takes_turns and self.free:
             return self._tile(0, 4, 3, block_n=64)
         if self.block_m >= 64:
-            return self._tile(0, 8, 3 if self.operands == "w8a16" and self.block_m == 64 else 4)
+            stages = 3 if self.operands == "w8a16" and self.block_m == 64 else 4
+            return self._tile(0, 8, stages, run=2 if self.promoted and self.many_and_short else 1)
         if self.operands == "16bit" and self.free and self.block_m == 16:
             return self._tile(0, 4, 4, block_n=64, block_k=128)
         if self.promoted and self.block_m == 16 and self.own is not None:
@@ -234,8 +244,9 @@ class _Layer(NamedTuple):
                 return self._tile(1, 4, 3, block_n=256)
             return self._tile(1, 8, 3, block_n=256, pieces=2)
         # Enough warps for the tensor core to be busy while others promote: sixteen, or two programs of eight.
-        warps, stages = (16, 3) if rows == 128 else (8, 2)
-        return self._tile(1, warps, stages, block_n=256, pieces=2)
+        if rows == 64:
+            return self._tile(1, 8, 2, block_n=256, pieces=2)
+        return self._tile(1, 16, 3, block_n=256, pieces=2, run=4 if self.many_and_short else 1)
 
 
 def are_few(tokens: int, experts: int, top_k: int) -> bool:

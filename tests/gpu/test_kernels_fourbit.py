@@ -152,12 +152,14 @@ LAYERS: list[dict[str, Any]] = [
     {"tokens": 1, "hidden": 2048, "intermediate": 768, "experts": 128, "top_k": 8},
     {"tokens": 40, "hidden": 2880, "intermediate": 192, "experts": 32, "top_k": 4},
     {"tokens": 2048, "hidden": 1024, "intermediate": 512, "experts": 5, "top_k": 2},
+    {"tokens": 300, "hidden": 1024, "intermediate": 1280, "experts": 8, "top_k": 2},
 ]
 EXPERTS = [
     *(Case(recipe=recipe, **sizes) for recipe in ("mxfp4", "mxfp4_a8", "nvfp4_w4a16", "int4") for sizes in LAYERS),
-    # Programs of the second product that make several tiles.
-    *(Case(recipe=recipe, **LAYERS[0] | {"tokens": 64}) for recipe in ("mxfp4", "mxfp4_a8", "int4")),
-    Case(recipe="mxfp4_a8", bias=True, **LAYERS[0] | {"tokens": 400}),
+    # Programs of the second product that make several tiles, of blocks of 16, 32 and 64 rows.
+    *(Case(recipe=recipe, **LAYERS[0] | {"tokens": 64}) for recipe in ("mxfp4", "mxfp4_a8", "nvfp4_w4a16", "int4")),
+    *(Case(recipe="mxfp4_a8", bias=True, **LAYERS[0] | {"tokens": tokens}) for tokens in (400, 1000)),
+    *(Case(recipe="mxfp4_a8", **LAYERS[1] | {"tokens": tokens}) for tokens in (200, 500)),
     Case(recipe="int4_fp8", **LAYERS[1]),
     Case(recipe="int4_int8:group=32,zero_point", **LAYERS[2]),
     Case(recipe="int4:group=32,zero_point", gated=False, activation="relu2", bias=True, **LAYERS[1]),
@@ -256,6 +258,27 @@ def test_products_with_expanded_weights_are_the_references(m, n, k, exponents):
     with jmoe.config(workspace=2**30):
         found = jax.jit(functools.partial(product, implementation="triton"))(x, q)
     assert jnp.linalg.norm(found - wanted) < 3e-3 * jnp.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("tokens", [32, 150, 500, 2048])
+def test_rows_of_many_exponents_are_the_references(tokens):
+    """Some of each product's rows go through K in passes, in blocks of every height and runs of tiles."""
+    if not is_served("mxfp4_a8"):
+        pytest.skip("no FP8 tensor cores")
+    case = Case(recipe="mxfp4_a8", tokens=tokens, hidden=1000, intermediate=768, experts=16, top_k=2)
+    layer, (x, weights) = moe_cases.layer(case), moe_cases.tokens(case)
+    wide = [q.dequantize().at[..., ::7, :].mul(_falling(q.shape[-1], 40)) for q in (layer.w13, layer.w2)]
+    w13, w2 = (jmoe.quantize(w, case.recipe) for w in wide)
+    ids = jnp.asarray(moe_cases.routing("uniform", case))
+    product = functools.partial(jmoe.fused_moe, preferred_element_type=jnp.float32)
+    wanted = product(x, w13, w2, weights, ids, implementation="reference")
+    found = jax.jit(functools.partial(product, implementation="triton"))(x, w13, w2, weights, ids)
+    assert moe_cases.relative_error(found, wanted) < case.bar
+
+
+def _falling(columns: int, exponents: int) -> jax.Array:
+    """Powers of two from 1 down to 2**-exponents, a group of 32 columns each, over and over."""
+    return jnp.exp2(-(jnp.arange(columns) // 32 * 7 % (exponents + 1)).astype(jnp.float32))
 
 
 @pytest.mark.parametrize("exponents", [0, 30])

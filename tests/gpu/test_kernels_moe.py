@@ -220,6 +220,22 @@ def test_h12_experts_beyond_2_31_bytes_are_found(recipe, stacked):
     assert error(y, reference) < case.bar
 
 
+@pytest.mark.parametrize("tokens", [96, 3000])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_tensor", "fp8_block", "int8"])
+def test_programs_that_make_several_tiles_make_equal_bits(recipe, tokens):
+    case = Case(recipe=recipe, tokens=tokens, hidden=1000, intermediate=768, experts=9, top_k=2, bias=True)
+    skip_if_not_served(case)
+    layer, x, weights = made(case)
+    ids = jnp.asarray(cases.routing("zipf", case))
+    found = []
+    for runs in ((1, 1), (2, 3)):
+        tiles = cases.tiles_of(case, layer, **device_facts())
+        first, second = (replace(t, run=run) for t, run in zip((tiles.first, tiles.second), runs, strict=True))
+        spec = cases.spec_of(case, layer, replace(tiles, first=first, second=second))
+        found.append(jax.jit(functools.partial(fused_moe, spec=spec))(x, cases.arrays(layer), weights, ids))
+    assert jnp.array_equal(*found)
+
+
 REPEATED = [Case(recipe=recipe, **sizes) for recipe in RECIPES for sizes in (SIZES[0], SMALL, MANY, TALL)]
 
 

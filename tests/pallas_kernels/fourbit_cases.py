@@ -47,7 +47,7 @@ def packed(q: QTensor) -> Packed:
 def kind_of(q: QTensor) -> Kind:
     packing = packing_of(q)
     scales_sums = packing.codes == "int4" and packing.group != -1 and q.input_scheme is not None
-    return Kind(operand=packing.operand, words=packing.words_a_tile, scales_sums=scales_sums)
+    return Kind(operand=packing.operand, words=packing.words_a_tile, codes=packing.codes, scales_sums=scales_sums)
 
 
 def abstract_weight(recipe: str, shape: tuple[int, ...]) -> QTensor:

@@ -120,7 +120,7 @@ def test_a_layer_of_experts_lowers(capability, recipe):
                 case.intermediate,
                 case.experts,
                 case.top_k,
-                kind=Kind(operand="bfloat16", words=1),
+                kind=Kind(operand="bfloat16", words=1, codes="e2m1"),
                 capability=capability,
             )
             kernels = lanes.lower_for(*layer_of_experts(case, capability, tiles=few), capability)

@@ -95,7 +95,7 @@ def test_rows_of_each_expert():
 def test_a_token_of_a_ragged_layer_whose_slots_are_products_with_vectors(recipe):
     case = Case(recipe=recipe, bias=True, **SIZES | {"tokens": 1, "hidden": 200, "intermediate": 144})
     sizes = (case.hidden, case.intermediate, case.experts, case.top_k)
-    tiles = fourbit.moe_tiles(1, *sizes, kind=fourbit.Kind(operand="bfloat16", words=1))
+    tiles = fourbit.moe_tiles(1, *sizes, kind=fourbit.Kind(operand="bfloat16", words=1, codes="int4"))
     assert tiles.single
     assert error(case, "elsewhere", tiles) < case.bar
 
