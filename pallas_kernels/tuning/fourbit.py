@@ -211,7 +211,7 @@ def _in_runs(
         return replace(_tile(block_m, 128, _COLUMNS, 4, 3 if block_m == 32 else 4), run=min(8, -(-hidden // 128)))
     if intermediate > _SHORT_K or few is not None or block_m == 128:
         return second
-    most = 4 if folds and block_m == 16 else 8
+    most = 4 if folds else 8
     run = next((run for run in (8, 4) if run <= min(most, tiles) and blocks * tiles >= 3 * run), 1)
     if folds and block_m == 64 and run > 1:
         return replace(second, num_stages=2, run=min(4, tiles // 2))
