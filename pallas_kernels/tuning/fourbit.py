@@ -141,7 +141,7 @@ def moe_tiles(
         second = replace(first, num_stages=4)
     else:
         few = None if batched or slots > _FEW_SLOTS else slots * -(-intermediate // 64) / sm_count
-        block_m, short = _height(rows, intermediate, low=folds and exact, known=batched)
+        block_m, short = _height(rows, intermediate, kind, exact, known=batched)
         blocks = experts * -(-rows // block_m) if batched else min(slots, experts)
         first, second = _on_hopper(block_m, hidden, intermediate, kind, few, slots > 2 * experts)
         second = _in_runs(second, hidden, intermediate, blocks / sm_count, folds, few)
@@ -149,17 +149,20 @@ def moe_tiles(
     return MoETiles(first=_fitted(first, halves, kind, capability), second=_fitted(second, 1, kind, capability))
 
 
-def _height(rows: int, intermediate: int, *, low: bool, known: bool) -> tuple[int, int]:
+def _height(rows: int, intermediate: int, kind: Kind, exact: bool, *, known: bool) -> tuple[int, int]:
     """Rows of a block, and of the shorter program that makes an expert's last block where its rows are that few.
 
     Experts' rows vary about their average, ``rows``, unless they are ``known`` to be no more. A block of few rows more
     takes another program, which unpacks the weights again: high blocks with a low last one make the fewest.
     """
+    folds = kind.operand == "e4m3"
     if rows <= 8:
         return 16, 0
     if rows <= (40 if 2 * _COLUMNS < intermediate <= _SHORT_K else 26):
         return 32, 16
-    if rows > 144 and not low:  # two accumulators of 128 rows leave no registers for promotion
+    # Two accumulators of 128 rows leave no registers for promotion. Unpacking to bfloat16 takes more power, which
+    # lowers the clock where kernels follow each other, than low blocks save.
+    if rows > (144 if folds else 80) and not (folds and exact):
         return 128, 64
     just_begun = abs((rows + 32) % 64 - 32) <= 12
     return 64, 16 if just_begun and not known else 32
@@ -184,13 +187,13 @@ def _on_hopper(
             return _tile(16, 64, _COLUMNS, 4, 4), _tile(16, 64, _COLUMNS, 4, 5)
         first = second = _tile(16, 64, _COLUMNS, 4, 6)
         return _tile(16, 64, 2 * _COLUMNS, 4, 4) if few < 1 and hidden >= 4096 else first, second
-    narrow = _tile(16, 64, _COLUMNS, 4, 4)
-    first = narrow if kind.codes == "e2m1" else _tile(16, 128, _COLUMNS, 8, 3)
-    second = _tile(16, 128, _COLUMNS, 8, 5 if intermediate > _LONG_K else 4)
+    narrow, wide = _tile(16, 64, _COLUMNS, 4, 4), _tile(16, 128, _COLUMNS, 8, 3)
     if few is not None:
-        second = replace(narrow, num_stages=8)
-        return first if few >= 2 else replace(second, num_stages=6), second
-    return first, narrow if kind.codes == "e2m1" and many else second
+        return wide if few >= 2 else replace(narrow, num_stages=6), replace(narrow, num_stages=8)
+    second = replace(wide, num_stages=5 if intermediate > _LONG_K else 4)
+    if kind.codes == "int4":
+        return wide, second
+    return narrow, narrow if many and intermediate <= 2 * _LONG_K else second
 
 
 def _in_runs(

@@ -31,6 +31,8 @@ _STEP = {"fp8": 128, "int8": 128, "w8a16": 64, "16bit": 64, "32bit": 32}
 _SINGLE_SLOTS = 16
 """Most slots that are products of a matrix and a vector: the tensor core needs more launches, and less time a slot."""
 
+_NARROW_SLOTS = 64
+"""Most such slots where scales change every 32 of K or sooner."""
 _SINGLE_WEIGHTS = 2**25
 """Most weights of w2 of such slots where codes meet scales along K: decoding is their limit then, not memory."""
 
@@ -76,6 +78,8 @@ def moe_tiles(
     slots = tokens * top_k
     decoded = first_cell is not None and slots * hidden * intermediate > _SINGLE_WEIGHTS
     few = are_few(tokens, experts, top_k) and not decoded
+    # Products of 32 of K and a sum each keep the tensor core waiting.
+    few |= first_cell is not None and first_cell <= 32 and slots <= min(experts, _NARROW_SLOTS)
     if few and not (batched or batch_invariant):
         first, second = vector_tiles(tokens, hidden, intermediate, top_k, halves, sm_count)
         return MoETiles(first=first, second=second, single=True)
