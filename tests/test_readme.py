@@ -167,12 +167,15 @@ def speed_table(number):
     return [line.strip("| ").split(" | ") for line in f"| T |{text}".splitlines() if not line.startswith("|---")]
 
 
+INT4 = "int4:scale_dtype=bfloat16"
+
+
 def test_the_table_of_times_is_what_was_measured():
     measured_in = {
         "`fp8_block`": ("moe", "fp8_block"),
         "`bf16`": ("moe", "bf16"),
         "`mxfp4_a8`": ("moe-a8", "mxfp4_a8"),
-        "`int4:scale_dtype=bfloat16`": ("moe-fourbit", "int4:scale_dtype=bfloat16"),
+        f"`{INT4}`": ("moe-fourbit", INT4),
         "`lax.ragged_dot`, bf16": ("moe-peers", "ragged-bf16"),
     }
     head, *lines = speed_table(0)
@@ -198,6 +201,27 @@ def test_another_gpu_took_no_longer_than_is_said():
     first, again = (json.loads((ROOT / f"bench/results/{run}-nvidia-h200.json").read_text())["rows"] for run in runs)
     [percent] = re.findall(r"up to (\d+)% more \(`moe-again`\)", README)
     assert max(again[row]["us"] / first[row]["us"] for row in again) <= 1 + int(percent) / 100
+
+
+def test_other_times_that_are_named_are_what_was_measured():
+    prefill, runs = (
+        json.loads((ROOT / f"bench/results/{run}-nvidia-h200.json").read_text())["rows"]
+        for run in ("moe-prefill", "moe-fourbit-runs")
+    )
+    text = " ".join(README.split())
+    again = [round(prefill[f"qwen3-30b/fp8_block/{t}"]["us"]) for t in (8192, 2048)]
+    assert f"took {again[0]} on a third (`moe-prefill`, where T = 2048 took {again[1]} with" in text
+    mixtral = runs[f"mixtral/{INT4}/512"]["us"]
+    marlin = json.loads((ROOT / "bench/vllm-h200.json").read_text())["rows"]["mixtral/vLLM Marlin int4/512"]
+    assert f"took {mixtral:.0f} before (`moe-fourbit-runs`), {marlin / mixtral:.2f}." in text
+
+
+def test_kernels_take_all_but_as_much_as_is_said():
+    [percent] = re.findall(r"kernels take these times but for (\d+)% at most", README)
+    for run, recipe in (("moe", "fp8_block"), ("moe", "bf16"), ("moe-a8", "mxfp4_a8"), ("moe-fourbit", INT4)):
+        rows = json.loads((ROOT / f"bench/results/{run}-nvidia-h200.json").read_text())["rows"]
+        measured = [rows[f"qwen3-30b/{recipe}/{t}"] for t in (1, 8, 32, 128, 512)]
+        assert all(row["us"] <= (1 + int(percent) / 100) * row["us_kernels"] for row in measured), run
 
 
 def test_the_table_of_ratios_is_what_was_measured_and_published():
