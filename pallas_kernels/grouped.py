@@ -26,7 +26,7 @@ from pallas_kernels.align import Blocks
 from pallas_kernels.fourbit import product as fourbit
 from pallas_kernels.fourbit.packing import Packed, Packing
 from pallas_kernels.lowering import arange, load
-from pallas_kernels.tuning.heuristics import MatmulTile
+from pallas_kernels.tuning.heuristics import SHORT_STEPS, MatmulTile
 
 WHOLE = -1
 """Extent of a scale's block that is the whole axis."""
@@ -290,12 +290,8 @@ def for_tiles(x: Input, w: Weights, block: Block, at: At, product: Product, fini
         finish(at, _sums(x, w, block, at, product, steps))
         return
     # One loop is over tiles: its pipeline of loads does not run dry between two of them.
-    make = _short_run if steps.count <= _SHORT_STEPS else _long_run
+    make = _short_run if steps.count <= SHORT_STEPS else _long_run
     make(x, w, block, at, product, steps, count, finish)
-
-
-_SHORT_STEPS = 2
-"""Steps of K that a run of tiles writes out, with x read once."""
 
 
 def _short_run(

@@ -336,7 +336,7 @@ def packed_ptx(x: Array, meaning: Callable[..., Array], ptx: str, *others: Array
     return _ptx_p.bind(x, *others, meaning=meaning, dtype=jnp.dtype(dtype), ptx=ptx, pack=pack)
 
 
-def _first(x: Array, when: Array) -> Array:
+def _unchanged(x: Array, when: Array) -> Array:
     return x
 
 
@@ -345,7 +345,7 @@ def anew(x: Array, when: Array) -> Array:
 
     What is computed of it is computed then, and not kept in registers from where the same was computed before.
     """
-    return packed_ptx(x, _first, "mov.b32 $0, $1;", jnp.broadcast_to(when, x.shape), pack=1, dtype=x.dtype)
+    return packed_ptx(x, _unchanged, "mov.b32 $0, $1;", jnp.broadcast_to(when, x.shape), pack=1, dtype=x.dtype)
 
 
 def _join_rule(ctx: tl.LoweringRuleContext, a: Any, b: Any) -> Any:

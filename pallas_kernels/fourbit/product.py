@@ -159,9 +159,10 @@ def _in_passes(
 
     def one_pass(part: Part, i: Array, total: list[Array]) -> list[Array]:
         total = [acc * np.float32(2.0**-FOLDED) for acc in total]
-        # Dozens of addresses, if compilers know them to be those of the time before, take registers until now.
-        again = lowering.anew(row, i), [part._replace(rows=lowering.anew(part.rows, i))]
-        advance = functools.partial(_step, x, again[0], w, again[1], short, masked=masked, number=passes - 1 - i)
+        # A compiler that knows these rows to be the first time's keeps dozens of addresses in registers since then.
+        x_rows, w_rows = lowering.anew(row, i), lowering.anew(part.rows, i)
+        parts = [part._replace(rows=w_rows)]
+        advance = functools.partial(_step, x, x_rows, w, parts, short, masked=masked, number=passes - 1 - i)
         return lowering.loop(end, advance, total, start=first * steps)
 
     # One part after the other: this seldom runs, and is not to need more registers than what always does.

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pallas_kernels.tuning.heuristics import MatmulTile, Operands, shared_memory
+from pallas_kernels.tuning.heuristics import SHORT_STEPS, MatmulTile, Operands, shared_memory
 from pallas_kernels.tuning.moe_heuristics import MoETiles
 
 _BYTES = {"fp8": (1, 1), "int8": (1, 1), "w8a16": (2, 1), "16bit": (2, 2), "32bit": (4, 4)}
@@ -128,11 +128,6 @@ def _beside(tile: MatmulTile, problem: Problem, programs: int) -> int:
     return max(1, min(memory, by_registers, 64 // tile.num_warps, -(-programs // problem.sm_count)))
 
 
-_SHORT = 2
-"""Steps of K up to which it pays that a program makes several tiles of weights that are not packed; on an H200 more of
-them lost, or did not fit shared memory."""
-
-
 def _space(base: MatmulTile, heights: Iterable[int], problem: Problem, *, splits: bool) -> Iterator[MatmulTile]:
     """Legal tiles of those heights; what is not varied is as in ``base``."""
     widths = (problem.columns,) if problem.columns is not None else (64, 128, 256)
@@ -160,9 +155,9 @@ def _space(base: MatmulTile, heights: Iterable[int], problem: Problem, *, splits
 
 
 def _runs(base: MatmulTile, block_n: int, problem: Problem) -> list[int]:
-    """Tiles that a program may make: those of the heuristic, and where K is short, numbers that divide all of a row."""
-    if problem.groups == 1 or problem.halves > 1 or problem.k > _SHORT * base.block_k:
-        return [base.run]
+    """Tiles that a program may make: one, those of the heuristic, and where K is short numbers that divide a row's."""
+    if problem.groups == 1 or problem.halves > 1 or problem.k > SHORT_STEPS * base.block_k:
+        return sorted({1, base.run})
     across = -(-problem.n // block_n)
     even = {max(run for run in range(1, most + 1) if across % run == 0) for most in (1, 4, 8, 16)}
     return sorted({base.run, *even})
@@ -216,7 +211,7 @@ def packed_candidates(base: MatmulTile, problem: Problem, count: int) -> list[Ma
         {"num_stages": base.num_stages - 1},
         {"block_k": base.block_k * 2},
         {"split_k": base.split_k * 2} if problem.m <= 64 and problem.groups == 1 and steps >= 4 * base.split_k else {},
-        {"block_n": base.block_n * 2, "num_warps": base.num_warps * 2},
+        {"block_n": base.block_n * 2, "num_warps": base.num_warps * 2, "run": max(1, base.run // 2)},
     ]
     x_bytes, _ = _BYTES[problem.operands]
     found = [base]

@@ -19,7 +19,10 @@ _SHORT_K = 8 * _COLUMNS
 """Longest K of a run of tiles, whose steps are written out."""
 
 _LONG_K = 16 * _COLUMNS
-"""K from which loads pay to be further ahead."""
+"""K above which loads pay to be further ahead."""
+
+_NARROW_K = 32 * _COLUMNS
+"""Longest K of many programs of 64 columns of 16 rows where e2m1 codes become bfloat16."""
 
 _FEW_SLOTS = 8
 """Most slots whose programs do not fill the GPU."""
@@ -143,7 +146,7 @@ def moe_tiles(
         few = None if batched or slots > _FEW_SLOTS else slots * -(-intermediate // 64) / sm_count
         block_m, short = _height(rows, intermediate, kind, exact, known=batched)
         blocks = experts * -(-rows // block_m) if batched else min(slots, experts)
-        first, second = _on_hopper(block_m, hidden, intermediate, kind, few, slots > 2 * experts)
+        first, second = _on_hopper(block_m, hidden, intermediate, kind, few, rows > 2)
         second = _in_runs(second, hidden, intermediate, blocks / sm_count, folds, few)
         first, second = replace(first, short=short), replace(second, short=short)
     return MoETiles(first=_fitted(first, halves, kind, capability), second=_fitted(second, 1, kind, capability))
@@ -164,8 +167,8 @@ def _height(rows: int, intermediate: int, kind: Kind, exact: bool, *, known: boo
     # lowers the clock where kernels follow each other, than low blocks save.
     if rows > (144 if folds else 80) and not (folds and exact):
         return 128, 64
-    just_begun = abs((rows + 32) % 64 - 32) <= 12
-    return 64, 16 if just_begun and not known else 32
+    just_begun = 0 < rows % 64 <= 16 if known else abs((rows + 32) % 64 - 32) <= 12
+    return 64, 16 if just_begun else 32
 
 
 def _on_hopper(
@@ -174,7 +177,7 @@ def _on_hopper(
     """Both tiles as measured on an H200.
 
     ``few``: of few slots, the first product's programs a multiprocessor, which read far ahead; None for more slots.
-    ``many``: there are more than two slots an expert.
+    ``many``: experts have more than two rows on average.
     """
     folds = kind.operand == "e4m3"
     if block_m == 128:
@@ -193,7 +196,7 @@ def _on_hopper(
     second = replace(wide, num_stages=5 if intermediate > _LONG_K else 4)
     if kind.codes == "int4":
         return wide, second
-    return narrow, narrow if many and intermediate <= 2 * _LONG_K else second
+    return narrow, narrow if many and intermediate <= _NARROW_K else second
 
 
 def _in_runs(
@@ -209,9 +212,10 @@ def _in_runs(
             return second
         if few is not None or block_m == 16:
             return replace(_tile(block_m, 64, 2 * _COLUMNS, 4, 3), run=min(8 if few is None else 4, tiles))
+        wide = -(-hidden // 128)
         if block_m == 128:
-            return replace(second, run=min(16, tiles))
-        return replace(_tile(block_m, 128, _COLUMNS, 4, 3 if block_m == 32 else 4), run=min(8, -(-hidden // 128)))
+            return replace(second, run=min(16, wide))
+        return replace(_tile(block_m, 128, _COLUMNS, 4, 3 if block_m == 32 else 4), run=min(8, wide))
     if intermediate > _SHORT_K or few is not None or block_m == 128:
         return second
     most = 4 if folds else 8
@@ -219,7 +223,7 @@ def _in_runs(
     if folds and block_m == 64 and run > 1:
         return replace(second, num_stages=2, run=min(4, tiles // 2))
     # Programs of weights that do not fold are worth it only where they are long, and their blocks low.
-    if block_m > 32 or run == 1 or (not folds and (run < 8 or block_m > 16)):
+    if run == 1 or (not folds and (run < 8 or block_m > 16)):
         return second
     return replace(second, block_n=64, num_warps=4, num_stages=2, run=run)
 

@@ -21,7 +21,7 @@ class MatmulTile:
       pieces: of ``block_n``, that go through the tensor core one after the other; sums that wait for their scales take
         the registers of one piece.
       run: tiles of columns that a program of a layer of experts makes one after the other, while the next one's
-        operands are on their way; for a K of few steps.
+        operands are on their way; for a K of few steps, and promoted sums of many short programs.
       short: rows that a program of a layer of experts computes where its block has no more; 0 is always ``block_m``.
     """
 
@@ -49,6 +49,9 @@ class MatmulTile:
         parts += [f"or {self.short} rows"] if self.short else []
         return " ".join(parts + (["swapped"] if self.swap else []))
 
+
+SHORT_STEPS = 2
+"""Steps of K of weights that are not packed that a run of tiles writes out, so that x is read once."""
 
 _SHARED_MEMORY = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 """KiB of shared memory a block can have, by compute capability (CUDA C++ programming guide, table of technical

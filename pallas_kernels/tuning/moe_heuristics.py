@@ -31,10 +31,11 @@ _STEP = {"fp8": 128, "int8": 128, "w8a16": 64, "16bit": 64, "32bit": 32}
 _SINGLE_SLOTS = 16
 """Most slots that are products of a matrix and a vector: the tensor core needs more launches, and less time a slot."""
 
-_NARROW_SLOTS = 64
-"""Most such slots where scales change every 32 of K or sooner."""
 _SINGLE_WEIGHTS = 2**25
 """Most weights of w2 of such slots where codes meet scales along K: decoding is their limit then, not memory."""
+
+_NARROW_WEIGHTS = 3 * 2**25
+"""Likewise, of up to a slot an expert, where scales change every 32 of K or sooner: as many as were measured."""
 
 
 def moe_tiles(
@@ -78,8 +79,9 @@ def moe_tiles(
     slots = tokens * top_k
     decoded = first_cell is not None and slots * hidden * intermediate > _SINGLE_WEIGHTS
     few = are_few(tokens, experts, top_k) and not decoded
-    # Products of 32 of K and a sum each keep the tensor core waiting.
-    few |= first_cell is not None and first_cell <= 32 and slots <= min(experts, _NARROW_SLOTS)
+    if operands == "fp8" and first_cell is not None and first_cell <= 32:
+        # Products of 32 of K and a sum each keep the tensor core waiting.
+        few |= slots <= experts and slots * hidden * intermediate <= _NARROW_WEIGHTS
     if few and not (batched or batch_invariant):
         first, second = vector_tiles(tokens, hidden, intermediate, top_k, halves, sm_count)
         return MoETiles(first=first, second=second, single=True)
@@ -92,7 +94,7 @@ def moe_tiles(
         # Every program reads weights of its own where slots are this few.
         own = slots * -(-intermediate // first_n) if slots <= experts else None
         layer = _Layer(
-            rows, slots, own, hidden, intermediate, operands, promoted, group is None, first_n, steps, sm_count
+            rows, experts, own, hidden, intermediate, operands, promoted, group is None, first_n, steps, sm_count
         )
         first, second = layer.first(), layer.second()
     else:
@@ -148,7 +150,7 @@ class _Layer(NamedTuple):
     """
 
     rows: int
-    slots: int
+    experts: int
     own: int | None
     """Programs of the first product of few slots, at most one an expert; else None."""
     hidden: int
@@ -204,7 +206,7 @@ class _Layer(NamedTuple):
     @property
     def many_and_short(self) -> bool:
         """The second product's programs are so many and short that it costs to begin them."""
-        many = self.slots // 128 * (self.hidden // 256) >= 24 * self.sm_count
+        many = self.experts * self.rows // 128 * (self.hidden // 256) >= 24 * self.sm_count
         return self.block_m == 128 and 256 < self.intermediate <= 1024 and self.hidden >= 1024 and many
 
     def first(self) -> MatmulTile:

@@ -254,7 +254,7 @@ _LEAST = 16
 """Of a dot's extents."""
 
 _MOST = 2**20
-"""Elements of a tile that Triton takes."""
+"""Elements of a tile that Triton takes, and more tiles than there ever are."""
 
 _POWERS_OF_TWO = ("block_m", "block_n", "block_k", "num_warps", "split_k", "pieces", "short")
 
@@ -275,6 +275,8 @@ def _tile(name: str, given: Any) -> MatmulTile:
         raise ValueError(f"{name}.short {tile.short} must be 0 or at least {_LEAST}")
     if tile.short >= tile.block_m:
         raise ValueError(f"{name}.short {tile.short} must be below block_m, {tile.block_m}")
+    if max(tile.run, tile.group) > _MOST:
+        raise ValueError(f"{name}.run {tile.run} and {name}.group {tile.group} must be at most {_MOST}")
     if tile.num_warps > 32 or tile.num_stages > 16 or tile.pieces > tile.block_n:
         raise ValueError(f"{name} {tile} is none that a GPU runs")
     return tile

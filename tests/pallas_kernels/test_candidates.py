@@ -137,6 +137,28 @@ def test_a_run_of_packed_tiles_is_compared_with_none():
     assert {other.run for other in found} == {1, 8}
 
 
+def test_a_wider_packed_tile_is_of_fewer_a_program():
+    base = tile(64, 128, 128, 4, 2, swap=True, run=3)
+    found = packed_candidates(base, Problem(m=64, n=333, k=256, operands="fp8", groups=8), 9)
+    assert {(other.block_n, other.run) for other in found} == {(128, 3), (128, 1), (256, 1)}
+
+
+@pytest.mark.parametrize("rows, short, other", [(64, 32, 16), (64, 16, 32), (32, 16, 16), (128, 64, 64), (16, 0, 0)])
+def test_both_low_last_blocks_of_64_rows_are_compared(rows, short, other):
+    base = tile(rows, 64, 128, 4, 4, swap=True, short=short)
+    found = packed_candidates(base, Problem(m=64, n=768, k=2048, operands="fp8", groups=128, halves=2), 4)
+    assert {tile.short for tile in found} == {short, other}
+
+
+def test_a_run_over_many_steps_of_k_is_compared_with_none():
+    facts = {"operands": "fp8", "promoted": True, "groups": 128}
+    base = moe_tiles(8192, 2048, 768, 128, 8, operands="fp8", first_cell=128, second_cell=128, group=128, exact=True)
+    assert base.second.run > 1
+    first = Problem(m=512, n=768, k=2048, halves=2, columns=128, **facts)
+    pairs = moe_candidates([base], first, Problem(m=512, n=2048, k=768, **facts), 8)
+    assert {pair.second.run for pair in pairs} == {1, base.second.run}
+
+
 def test_where_k_is_short_programs_make_several_tiles_that_divide_a_row():
     base = moe_tiles(2048, 7168, 256, 256, 8, operands="fp8", first_cell=128, second_cell=128, group=128)
     facts = {"m": 64, "operands": "fp8", "promoted": True, "groups": 256}

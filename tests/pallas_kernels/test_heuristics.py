@@ -124,7 +124,7 @@ def test_one_token_of_large_experts_with_scales_along_k_is_the_tensor_cores(
     assert moe_heuristics.moe_tiles(1, hidden, intermediate, experts, top_k, **facts).single == single
 
 
-@pytest.mark.parametrize(("tokens", "cell", "single"), [(8, 32, True), (9, 32, False), (8, 64, False), (1, 64, True)])
+@pytest.mark.parametrize(("tokens", "cell", "single"), [(8, 32, True), (16, 32, False), (8, 64, False), (1, 64, True)])
 def test_few_slots_with_scales_every_32_of_k_are_not_the_tensor_cores(tokens, cell, single):
     """Of Qwen3-30B-A3B's layers: 132 us against 319 with 8 tokens on an H200."""
     facts = {"operands": "fp8", "first_cell": cell, "second_cell": cell, "group": cell}
@@ -170,10 +170,53 @@ def test_programs_of_packed_weights_make_several_tiles_where_k_is_short(
     assert tiles.second.block_n == columns
 
 
+@pytest.mark.parametrize(
+    ("tokens", "second"),
+    [
+        (1, "16x64x256 4 warps 3 stages 4 a program swapped"),
+        (8, "16x64x256 4 warps 3 stages 8 a program swapped"),
+        (512, "32x128x128 4 warps 3 stages 8 a program or 16 rows swapped"),
+        (2048, "64x128x128 4 warps 4 stages 8 a program or 16 rows swapped"),
+        (8192, "128x128x128 4 warps 3 stages 16 a program or 64 rows swapped"),
+    ],
+)
+def test_programs_of_folded_weights_of_two_steps_of_k_make_several_tiles(tokens, second):
+    """As measured on an H200 with DeepSeek-V3's shapes in eight parts, I = 256; weights that do not fold make one."""
+    assert str(fourbit.moe_tiles(tokens, 7168, 256, 256, 8, kind=MXFP4_A8).second) == second
+    assert fourbit.moe_tiles(tokens, 7168, 256, 256, 8, kind=INT4).second.run == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens", "first", "second"),
+    [
+        (MXFP4, 8, "16x64x128 4 warps 4 stages", "16x128x128 8 warps 5 stages"),
+        (MXFP4, 128, "16x64x128 4 warps 4 stages", "16x64x128 4 warps 4 stages"),
+        (INT4, 128, "16x128x128 8 warps 3 stages", "16x128x128 8 warps 5 stages"),
+        (MXFP4_A8, 128, "16x64x128 4 warps 4 stages", "16x64x128 4 warps 5 stages"),
+        (MXFP4, 2048, "64x64x128 4 warps 3 stages or 16 rows", "64x128x128 4 warps 4 stages or 16 rows"),
+        (MXFP4_A8, 2048, "64x64x128 4 warps 4 stages or 16 rows", "64x128x128 4 warps 4 stages or 16 rows"),
+        (MXFP4, 8192, "128x64x128 4 warps 3 stages or 64 rows", "128x128x128 4 warps 3 stages or 64 rows"),
+    ],
+)
+def test_tiles_of_packed_weights_are_those_measured(kind, tokens, first, second):
+    """On an H200 with gpt-oss-120b's shapes."""
+    tiles = fourbit.moe_tiles(tokens, 2880, 2880, 128, 4, kind=kind)
+    assert (str(tiles.first), str(tiles.second)) == (f"{first} swapped", f"{second} swapped")
+
+
+def test_tiles_are_those_of_the_experts_that_are_here():
+    """As high, and as many a program, for an eighth of the experts with an eighth of the slots as for all."""
+    for kind in (MXFP4, MXFP4_A8):
+        whole = fourbit.moe_tiles(96, 2880, 2880, 128, 4, kind=kind)
+        assert fourbit.moe_tiles(96, 2880, 2880, 16, 4, rows=3, kind=kind) == whole
+        assert fourbit.moe_tiles(3, 2880, 2880, 128, 1, batched=True, kind=kind) == whole
+
+
 def test_a_run_is_of_no_more_tiles_than_there_are():
     kind = MXFP4_A8
     assert [fourbit.moe_tiles(64, h, 768, 4096, 8, kind=kind).second.run for h in (128, 255, 2048)] == [1, 4, 4]
     assert [fourbit.moe_tiles(8192, h, 768, 1024, 8, kind=kind).second.run for h in (128, 256, 2048)] == [1, 2, 4]
+    assert [fourbit.moe_tiles(8192, h, 256, 8, 8, kind=kind).second.run for h in (128, 1024, 7168)] == [1, 8, 16]
 
 
 HEIGHTS = {1: (16, 0), 8: (16, 0), 9: (32, 16), 26: (32, 16), 27: (64, 32), 48: (64, 32), 60: (64, 16), 80: (64, 32)}
@@ -198,8 +241,8 @@ def test_blocks_of_packed_weights_are_high_enough_for_most_experts_with_a_low_la
 
 def test_blocks_of_packed_weights_where_rows_or_registers_are_limited():
     tall = functools.partial(fourbit.moe_tiles, hidden=4096, intermediate=4096, experts=128)
-    # No expert's last block has just begun where none has more rows than are there for it.
-    assert tall(64, kind=INT4, batched=True).first.short == 32
+    # Where no expert has more rows than are there for it, the last block of those that have all is known.
+    assert [tall(rows, kind=INT4, batched=True).first.short for rows in (64, 65, 80)] == [32, 16, 16]
     # Two accumulators of 128 rows leave no registers for promotion.
     assert tall(512 * 128, kind=MXFP4_A8, exact=True).first.block_m == 64
     # Products of short K keep to 32 rows for longer.
@@ -211,8 +254,17 @@ def test_many_short_programs_of_promoted_sums_make_several_tiles():
     facts = {"operands": "fp8", "first_cell": 128, "second_cell": 128, "group": 128, "exact": True}
     runs = [moe_heuristics.moe_tiles(tokens, 2048, 768, 128, 8, **facts) for tokens in (2048, 8192)]
     assert [(tiles.first.run, tiles.second.run) for tiles in runs] == [(1, 1), (2, 4)]
-    long = moe_heuristics.moe_tiles(8192, 7168, 2048, 256, 8, **facts)
-    assert (long.first.run, long.second.run) == (1, 1)
+    for few_or_long in (
+        moe_heuristics.moe_tiles(8192, 7168, 2048, 256, 8, **facts),
+        moe_heuristics.moe_tiles(8192, 2048, 768, 16, 8, rows=512, **facts),  # an eighth of the experts
+        moe_heuristics.moe_tiles(8192, 768, 768, 128, 8, **facts),
+    ):
+        assert (few_or_long.first.run, few_or_long.second.run) == (1, 1)
+    assert moe_heuristics.moe_tiles(512, 2048, 768, 128, batched=True, **facts).second.run == 4
+
+
+def test_the_last_block_of_32_rows_may_be_of_16():
+    assert moe_heuristics.moe_tiles(512, 2880, 2880, 128, 4, operands="16bit").first.short == 16
 
 
 def test_int8_products_that_are_waited_for_take_turns():

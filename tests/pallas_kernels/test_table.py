@@ -180,6 +180,8 @@ def test_a_bad_file_is_named_with_its_entry(text, message):
         ({"pieces": 256}, "is none that a GPU runs"),
         ({"block_n": 64, "pieces": 8}, "tile.pieces 8 leaves less than 16 of block_n 64"),
         ({"block_n": 2**40}, "has more than 1048576 elements"),
+        ({"run": 2**31}, "tile.run 2147483648 and tile.group 8 must be at most 1048576"),
+        ({"group": 2**40}, "tile.group 1099511627776 must be at most 1048576"),
     ],
 )
 def test_a_bad_tile_is_told_of(changes, message):
