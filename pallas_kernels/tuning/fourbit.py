@@ -91,6 +91,8 @@ def linear_tile(
         tile = replace(tile, split_k=_split(-(-n // 64), -(-k // tile.block_k), sm_count))
     if folds and capability < 90 and tile.block_m > 16:  # Ada has no registers for what longer steps unpack
         tile = replace(tile, block_m=min(tile.block_m, 64), block_k=_COLUMNS)
+    if folds and exact and capability > 90 and tile.block_m == 16:  # nor has Blackwell for their sums beside them
+        tile = replace(tile, block_k=_COLUMNS)
     return _fitted(tile, 1, kind, capability)
 
 
