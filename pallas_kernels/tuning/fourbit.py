@@ -80,13 +80,13 @@ def linear_tile(
         low = m <= 32 or (kind.scales_sums and capability < 90)
         tile = _tile(32 if low else 64, 64, block_k, 4, 3 if block_k == 256 and not folds else 4)
         if folds and not low and capability == 90:
-            tile = _tile(64, 128, _COLUMNS, 4, 4)
+            tile = replace(tile, block_n=128, num_warps=8, num_stages=3)
     elif kind.scales_sums:
         tile = _tile(128, 64, _COLUMNS, 8, 3) if capability == 90 else _tile(64, 64, _COLUMNS, 4, 3)
     elif m <= 128 or -(-m // 256) * -(-n // 128) < 3 * sm_count // 4 or capability != 90:
         tile = _tile(128, 64, 256 if folds else 128, 4, 3)
     else:
-        tile = _tile(128 if folds and exact else 256, 128, 256 if folds and exact else 128, 8, 3)
+        tile = _tile(128 if folds and exact else 256, 128, 256 if folds else 128, 8, 3)
     if m <= 64 and not batch_invariant:
         tile = replace(tile, split_k=_split(-(-n // 64), -(-k // tile.block_k), sm_count))
     if folds and capability < 90 and tile.block_m > 16:  # Ada has no registers for what longer steps unpack
@@ -183,7 +183,8 @@ def _on_hopper(
     """
     folds = kind.operand == "e4m3"
     if block_m == 128:
-        return _tile(128, 64 if not folds else 128, _COLUMNS, 8 if folds else 4, 3), _tile(128, 128, _COLUMNS, 4, 3)
+        first = _tile(128, 128, _COLUMNS, 8, 3) if folds else _tile(128, 64, _COLUMNS, 4, 3)
+        return first, _tile(128, 128, _COLUMNS, 4, 3)
     if block_m > 16:
         first = _tile(block_m, 64, _COLUMNS, 4, 4 if folds or block_m == 32 else 3)
         return first, _tile(block_m, 128, _COLUMNS, 4, 4)
