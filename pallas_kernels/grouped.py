@@ -150,9 +150,14 @@ class At(NamedTuple):
     tile: Array
 
 
+def layer_of(w: Weights) -> Array | int:
+    """In a kernel: the layer."""
+    return 0 if w.layer is None else body.existing(load(w.layer, (0,)), w.data.shape[0])
+
+
 def place(program: Array, w: Weights, rows: Rows, product: Product) -> At:
     """In a kernel: where the program is."""
-    layer = 0 if w.layer is None else body.existing(load(w.layer, (0,)), w.data.shape[0])
+    layer = layer_of(w)
     runs = product.runs(product.columns(w))
     block, run = body.grouped_order(program, product.blocks(rows), runs, product.tile.group)
     return At(layer, block, run * product.tile.run)

@@ -305,7 +305,8 @@ def _ptx_rule(ctx: tl.LoweringRuleContext, *args: Any, meaning: Any, dtype: Any,
     [aval] = ctx.avals_out
     inputs = sum(pack * a.dtype.itemsize // 4 for a in ctx.avals_in)
     constraints = ",".join(["=r"] * (pack * aval.dtype.itemsize // 4) + ["r"] * inputs)
-    result = ir.RankedTensorType.get(aval.shape, tl._dtype_to_ir_type(aval.dtype))
+    element = tl._dtype_to_ir_type(aval.dtype)
+    result = ir.RankedTensorType.get(aval.shape, element) if aval.shape else element
     return tt.elementwise_inline_asm(
         [result], ptx, constraints=constraints, pure=True, packed_element=pack, args=list(args)
     )
@@ -340,12 +341,19 @@ def _unchanged(x: Array, when: Array) -> Array:
     return x
 
 
-def anew(x: Array, when: Array) -> Array:
-    """An int32 tile as it is, of which compilers know neither that nor anything before the int32 scalar ``when``.
+def anew(values: Any, when: Array) -> Any:
+    """int32 tiles and scalars as they are, of which compilers know neither that nor anything before scalar ``when``.
 
-    What is computed of it is computed then, and not kept in registers from where the same was computed before.
+    What is computed of them is computed then, and not kept in registers from where the same was computed before.
+    ``values`` is a tree, whose Python ints stay.
     """
-    return packed_ptx(x, _unchanged, "mov.b32 $0, $1;", jnp.broadcast_to(when, x.shape), pack=1, dtype=x.dtype)
+
+    def one(x: Array | int) -> Array | int:
+        if isinstance(x, int):
+            return x
+        return packed_ptx(x, _unchanged, "mov.b32 $0, $1;", jnp.broadcast_to(when, x.shape), pack=1, dtype=x.dtype)
+
+    return jax.tree.map(one, values)
 
 
 def _join_rule(ctx: tl.LoweringRuleContext, a: Any, b: Any) -> Any:

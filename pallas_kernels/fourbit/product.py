@@ -160,9 +160,8 @@ def _in_passes(
     def one_pass(part: Part, i: Array, total: list[Array]) -> list[Array]:
         total = [acc * np.float32(2.0**-FOLDED) for acc in total]
         # A compiler that knows these rows to be the first time's keeps dozens of addresses in registers since then.
-        x_rows, w_rows = lowering.anew(row, i), lowering.anew(part.rows, i)
-        parts = [part._replace(rows=w_rows)]
-        advance = functools.partial(_step, x, x_rows, w, parts, short, masked=masked, number=passes - 1 - i)
+        x_rows, again = lowering.anew((row, part), i)
+        advance = functools.partial(_step, x, x_rows, w, [again], short, masked=masked, number=passes - 1 - i)
         return lowering.loop(end, advance, total, start=first * steps)
 
     # One part after the other: this seldom runs, and is not to need more registers than what always does.
