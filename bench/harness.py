@@ -142,7 +142,10 @@ def measure(
         with clocks.watch() as samples:
             kernels = timing.kernel_times(compiled[f"independent {t}"], xs, weights, others, rest=0)
             us = timing.wall_us(compiled[f"unrolled {t}"], x, weights, others) / calls
-            us_scan = timing.wall_us(compiled[f"scanned {t}"], x, weights, others) / calls if scan else None
+        us_scan = None
+        if scan:  # after a rest too: long layers leave the GPU at its limit of power, and a lower clock
+            time.sleep(timing.REST)
+            us_scan = timing.wall_us(compiled[f"scanned {t}"], x, weights, others) / calls
         row = report.row(
             us=us,
             us_scan=us_scan,

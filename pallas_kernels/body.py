@@ -49,6 +49,13 @@ def grouped_order(program: Array, rows: int, cols: int, group: int) -> tuple[Arr
     return first + lax.rem(within, height), lax.div(within, height)
 
 
+def steps_of(share: Array, shares: int, count: int) -> tuple[Array, Array]:
+    """The first of ``count`` steps that one of several equal shares has, and the one it ends before."""
+    length = pl.cdiv(count, shares)
+    first = share * length
+    return first, jnp.minimum(first + length, count)
+
+
 def for_share(count: int, programs: int, make: Callable[[Array], None], *, when: Array) -> None:
     """In a kernel of so many programs: ``make`` of each number below ``count`` that is this program's, ``when`` true.
 

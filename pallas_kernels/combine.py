@@ -1,4 +1,4 @@
-"""The sum over a token's slots: out[t] = sum_j y[t, j], float32, in ascending slot order.
+"""The sum over a token's slots: out[t] = sum_j y[t, j], float32, in ascending slot order, and a slot's shares' order.
 
 A slot without an expert adds nothing, whatever lies in its row. The order is fixed, so results are the same bits from
 run to run.
@@ -26,16 +26,18 @@ def combine(
     *,
     experts: int,
     expert_map: Array | None = None,
+    shares: int = 1,
     out_dtype: jax.typing.DTypeLike,
     interpret: bool = False,
 ) -> Array:
     """Sums slot results, already weighted, into their tokens.
 
     Args:
-      y: (T k, H), each slot's result, float32 or a 16-bit float.
+      y: (T k shares, H), what each slot's shares add up to, float32 or a 16-bit float.
       topk_ids: int32 (T, k); rows of slots whose expert is not here are not read.
       experts: experts here, E.
       expert_map: int32 (E_global,), the slot here of each expert or -1.
+      shares: rows of ``y`` that a slot has, one behind the other.
       out_dtype: of the result; the sum is cast once.
       interpret: compute with XLA on any device, for tests.
 
@@ -54,13 +56,14 @@ def combine(
         num_stages=1,
         interpret=interpret,
         k=k,
+        shares=shares,
         width=width,
         experts=experts,
     )(y, topk_ids.reshape(-1), expert_map)
 
 
 def _combine_kernel(
-    y_ref: Any, ids_ref: Any, map_ref: Any | None, out_ref: Any, *, k: int, width: int, experts: int
+    y_ref: Any, ids_ref: Any, map_ref: Any | None, out_ref: Any, *, k: int, shares: int, width: int, experts: int
 ) -> None:
     columns = y_ref.shape[1]
     across = pl.cdiv(columns, width)
@@ -72,5 +75,7 @@ def _combine_kernel(
     for choice in range(k):
         slot = token * k + choice
         here = local_expert(load(ids_ref, (slot,)), map_ref, experts) >= 0
-        total = total + load(y_ref, (slot, column), mask=inside & here, other=0).astype(jnp.float32)
+        for share in range(shares):
+            row = slot * shares + share
+            total = total + load(y_ref, (row, column), mask=inside & here, other=0).astype(jnp.float32)
     store(out_ref, (token, column), total.astype(out_ref.dtype), mask=inside)

@@ -142,6 +142,7 @@ def checked(experts: Experts, spec: ExpertsSpec) -> Sizes:
     for name, scheme in (("input_scheme", spec.input_scheme), ("intermediate_scheme", spec.intermediate_scheme)):
         if scheme is not None and scheme.format == "int8" and scheme.scale == "static":
             raise ValueError(f"{name}={scheme}: scales of int8 codes are measured")
+    _check_split(spec)
     tensor = spec.intermediate_scheme is None or spec.intermediate_scheme.scale == "tensor"
     if spec.expands and not (spec.w13_packing and spec.w2_packing and not tensor):
         raise ValueError("weights to expand are packed, and the intermediate's scales are of tokens or given")
@@ -152,6 +153,16 @@ def checked(experts: Experts, spec: ExpertsSpec) -> Sizes:
         if scale is not None and scale.shape not in ((), (1,), (e,)):
             raise ValueError(f"{name} has shape {scale.shape}, but it is () or (E,) = ({e},)")
     return sizes
+
+
+def _check_split(spec: ExpertsSpec) -> None:
+    first, second = spec.tiles.first, spec.tiles.second
+    if first.split_k != 1:
+        raise ValueError(f"the first product's tile {first} splits K, but activations are of whole sums")
+    if second.split_k != 1 and (spec.tiles.single or spec.expands or second.run != 1):
+        raise ValueError(
+            f"the second product's tile {second} splits K of a run of tiles, single slots or expanded weights"
+        )
 
 
 def _shape(name: str, w: Array | Packed, packing: Packing | None) -> tuple[int, ...]:

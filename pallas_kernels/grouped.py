@@ -125,7 +125,7 @@ class Product:
 
     def grid(self, rows: Rows, columns: int) -> tuple[int]:
         """Programs, for that many columns of each half."""
-        return (self.blocks(rows) * self.runs(columns),)
+        return (self.blocks(rows) * self.runs(columns) * self.tile.split_k,)
 
     def tiles(self, columns: int) -> int:
         """Tiles of that many columns."""
@@ -143,11 +143,15 @@ def scale_cell(w_block: tuple[int, int], x_group: int) -> int | None:
 
 
 class At(NamedTuple):
-    """Where a program is: its layer, its block of rows, its tile of columns (the first of its run)."""
+    """Where a program is: its layer, its block of rows, its tile of columns (the first of its run), its share of K.
+
+    The share is None where K is not split.
+    """
 
     layer: Array | int
     block: Array
     tile: Array
+    share: Array | None = None
 
 
 def layer_of(w: Weights) -> Array | int:
@@ -158,9 +162,12 @@ def layer_of(w: Weights) -> Array | int:
 def place(program: Array, w: Weights, rows: Rows, product: Product) -> At:
     """In a kernel: where the program is."""
     layer = layer_of(w)
-    runs = product.runs(product.columns(w))
+    runs, split = product.runs(product.columns(w)), product.tile.split_k
+    share = None
+    if split > 1:
+        program, share = body.div(program, split), body.rem(program, split)
     block, run = body.grouped_order(program, product.blocks(rows), runs, product.tile.group)
-    return At(layer, block, run * product.tile.run)
+    return At(layer, block, run * product.tile.run, share)
 
 
 class Block(NamedTuple):
@@ -283,8 +290,9 @@ _Finish = Callable[[At, Sums], None]
 
 
 def for_tiles(x: Input, w: Weights, block: Block, at: At, product: Product, finish: _Finish) -> None:
-    """In a kernel: ``finish(at, sums)`` of every tile that a program makes."""
+    """In a kernel: ``finish(at, sums)`` of every tile that a program makes, of its share of K."""
     tile = product.tile
+    assert tile.run == 1 or at.share is None
     tiles = product.tiles(product.columns(w))
     count = tile.run if tiles % tile.run == 0 else jnp.minimum(tile.run, tiles - at.tile)
     if product.packing is not None:
@@ -355,6 +363,10 @@ def _sums(x: Input, w: Weights, block: Block, at: At, product: Product, steps: _
         left = _operand(x, block, product, steps, i, masked=masked)
         return _step(left, w, block, at, product, steps, i, sums, masked=masked)
 
+    if at.share is not None:
+        first, last = body.steps_of(at.share, product.tile.split_k, steps.count)
+        ragged = functools.partial(step, masked=steps.whole < steps.count)
+        return lowering.loop(last, ragged, _zeros(w, product), start=first)
     if steps.straddled:
         return lowering.loop(steps.count, functools.partial(step, masked=True), _zeros(w, product))
     sums = lowering.loop(steps.whole, functools.partial(step, masked=False), _zeros(w, product))
@@ -383,7 +395,7 @@ def _for_packed_tiles(
         fourbit.if_many_exponents(x.data, block.row, _packed(w), parts(at), step, lambda totals: finish(at, totals))
         return
     if product.tile.run == 1:
-        finish(at, fourbit.sums(x.data, block.row, _packed(w), parts(at), step))
+        finish(at, fourbit.sums(x.data, block.row, _packed(w), parts(at), step, share=at.share))
         return
 
     def after(number: Array) -> At:

@@ -211,9 +211,7 @@ def _sums_over_k(ref: dict[str, Any], places: list[_At], part: Array, static: _S
     step = functools.partial(_step, ref, places, static)
     ragged = static.straddles or static.k % tile.block_k != 0
     if tile.split_k > 1:
-        share = pl.cdiv(static.steps, tile.split_k)
-        first = part * share
-        last = jnp.minimum(first + share, static.steps)
+        first, last = body.steps_of(part, tile.split_k, static.steps)
         return lowering.loop(last, functools.partial(step, masked=ragged), zeros, start=first)
     if static.straddles:
         return lowering.loop(static.steps, functools.partial(step, masked=True), zeros)

@@ -70,6 +70,7 @@ def fused_moe(
         x, slots_a_row, scale = jnp.repeat(x, k, axis=0), 1, _of_experts(scale, ids, expert_map)
     x_chain = _input_chain(x, x_scale, scale, choices, sizes.experts, spec.input_scheme)
     align = align_chain(topk_ids, experts=sizes.experts, rows=spec.tiles.first.block_m, expert_map=expert_map)
+    shares = spec.tiles.second.split_k
     # Alignment first: its programs take longest, and the others go on beside them.
     results = launch.run_chains("moe_prepare", align, *([x_chain] if x_chain else []), interpret=interpret)
     y = _products(
@@ -79,12 +80,18 @@ def fused_moe(
         topk_weights.reshape(-1),
         slots=ids.size,
         slots_a_row=slots_a_row,
-        slot_dtype=spec.dtype,
+        slot_dtype=spec.dtype if shares == 1 else "float32",
         spec=spec,
         interpret=interpret,
     )
     return combine(
-        y, topk_ids, experts=sizes.experts, expert_map=expert_map, out_dtype=spec.out_dtype, interpret=interpret
+        y,
+        topk_ids,
+        experts=sizes.experts,
+        expert_map=expert_map,
+        shares=shares,
+        out_dtype=spec.out_dtype,
+        interpret=interpret,
     )
 
 
@@ -115,6 +122,8 @@ def batched_experts(
     if x.ndim != 3 or x.shape[::2] != (sizes.experts, sizes.hidden) or counts.shape != x.shape[:1]:
         wanted = f"(E, T_max, H) = ({sizes.experts}, T_max, {sizes.hidden})"
         raise ValueError(f"x has shape {x.shape} and counts {counts.shape}, but they are {wanted} and (E,)")
+    if spec.tiles.second.split_k != 1:
+        raise ValueError(f"second.split_k {spec.tiles.second.split_k} must be 1: nothing sums shares of K here")
     height = x.shape[1]
     if not height:
         return jnp.zeros(x.shape, spec.out_dtype)
@@ -234,7 +243,7 @@ def _products(
     spec: ExpertsSpec,
     interpret: bool,
 ) -> Array:
-    """Every slot's result (S, H), in ``slot_dtype``."""
+    """Every slot's result (S, H), in ``slot_dtype``; see ``second_product``."""
     w13, w2 = weights_of(experts, spec)
     given = experts.intermediate_scale
     product = functools.partial(Product, slots=slots, experts=w13.data.shape[1], exact=spec.exact)

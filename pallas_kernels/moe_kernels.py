@@ -340,7 +340,9 @@ def second_product(
     again: Again | None = None,
     interpret: bool,
 ) -> Array:
-    """Every slot's result (S, H); rows of slots in no block are undefined.
+    """Every slot's result (S, H), or where K is split what each share adds to it (S * ``split_k``, H).
+
+    Rows of slots in no block are undefined.
 
     Args:
       h: the intermediate.
@@ -357,7 +359,7 @@ def second_product(
         _second_kernel,
         name="moe_second",
         grid=product.grid(rows, columns),
-        out_shape=jax.ShapeDtypeStruct((product.slots, columns), out_dtype),
+        out_shape=jax.ShapeDtypeStruct((product.slots * tile.split_k, columns), out_dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         interpret=interpret,
@@ -407,12 +409,14 @@ def _second(
         for place, total in zip(places, totals, strict=True):
             y = grouped.finish(total, 0, h, w, block, place, narrow)
             if w.bias is not None:
-                y = y + grouped.bias_of(0, w, block, place, narrow)
+                bias = grouped.bias_of(0, w, block, place, narrow)
+                y = y + (bias if place.share is None else jnp.where(place.share == 0, bias, 0))
             if weights_ref is not None:
                 weight = load(weights_ref, (block.slot,), mask=block.live, other=0)
                 y = y * grouped.oriented(product.tile, weight, None)[0]
-            index, inside = _where(block, place, w, narrow)
-            store(out_ref, index, y.astype(out_ref.dtype), mask=inside)
+            (slot, column), inside = _where(block, place, w, narrow)
+            row = slot if place.share is None else slot * product.tile.split_k + place.share
+            store(out_ref, (row, column), y.astype(out_ref.dtype), mask=inside)
 
     def make(block: Block, product: Product) -> None:
         grouped.for_tiles(h, w, block, at, product, functools.partial(finish, product))

@@ -25,6 +25,9 @@ from pallas_kernels.tuning.timing import Kernels
 _BYTES = 2e9
 """Of the weights of all layers together, so that no call finds its own in the L2 cache."""
 
+_ROUTINGS = 8
+"""Routings at least: with one or two, few experts may have tokens, or all, and tiles that suit that would win."""
+
 _ITERATIONS = 3
 _REST = 0.1
 """Seconds before each measurement."""
@@ -47,7 +50,8 @@ class OnDevice:
         layers = self._layers(op)
         w = layers[0][0]
         op = op.replace(layout=w.layout.kind) if isinstance(w, QTensor) else op
-        arguments = [arguments_of(op, weights, number) for number, weights in enumerate(layers)]
+        calls = max(_ROUTINGS, len(layers)) if op.op == "moe" else len(layers)
+        arguments = [arguments_of(op, layers[number % len(layers)], number) for number in range(calls)]
         # Tiles are of kernels that unpack in their loops, whatever workspace is in force.
         chosen = dataclasses.replace(select(op, implementation=triton.NAME), workspace=0)
         functions = [
@@ -56,7 +60,7 @@ class OnDevice:
         lowered = [jax.jit(function).lower(arguments) for function in functions]
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             compiled = list(pool.map(_compiled, lowered))
-        return [None if f is None else _times(f, arguments, len(layers)) for f in compiled]
+        return [None if f is None else _times(f, arguments, calls) for f in compiled]
 
     def _layers(self, op: OpSpec) -> list[tuple[Any, ...]]:
         key = op.replace(tokens=1, top_k=min(op.top_k, 1))

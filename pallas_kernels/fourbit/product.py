@@ -69,9 +69,7 @@ def sums(
     first: Array | int = 0
     last: Array | int = count
     if share is not None:
-        length = pl.cdiv(count, tile.split_k)
-        first = share * length
-        last = jnp.minimum(first + length, count)
+        first, last = body.steps_of(share, tile.split_k, count)
     end_of_whole: Array | int = whole if share is None else jnp.clip(whole, first, last)
     advance = functools.partial(_step, x, row, w, parts, step)
     found = lowering.loop(end_of_whole, functools.partial(advance, masked=False), total, start=first)

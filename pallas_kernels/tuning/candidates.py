@@ -132,7 +132,7 @@ def _space(base: MatmulTile, heights: Iterable[int], problem: Problem, *, splits
     """Legal tiles of those heights; what is not varied is as in ``base``."""
     widths = (problem.columns,) if problem.columns is not None else (64, 128, 256)
     steps = sorted({base.block_k, max(32, base.block_k // 2)}, reverse=True)
-    parts = (1, 2, 4, 8, 16) if splits else (1,)
+    parts = (1, 2, 4, 8, 16) if splits else sorted({1, base.split_k})
     pieces = (1, 2) if problem.promoted and problem.halves == 1 else (1,)
     for block_m, block_n, block_k in itertools.product(heights, widths, steps):
         runs = _runs(base, block_n, problem)
@@ -150,7 +150,7 @@ def _space(base: MatmulTile, heights: Iterable[int], problem: Problem, *, splits
                     pieces=piece,
                     run=run,
                 )
-                if is_legal(tile, problem):
+                if is_legal(tile, problem) and (split == 1 or run == 1):
                     yield tile
 
 
@@ -203,14 +203,16 @@ def packed_candidates(base: MatmulTile, problem: Problem, count: int) -> list[Ma
     Four bits a weight are shared memory's, and steps of K stay multiples of 128, the columns of a packed tile.
     """
     steps = -(-problem.k // base.block_k)
+    few = problem.m <= 64 and (problem.groups == 1 or base.split_k > 1)
     moves: list[dict[str, Any]] = [
         {"run": 1, "num_stages": 4} if base.run > 1 else {},
         {"short": 16 if base.short == 32 else 32} if base.block_m == 64 and base.short else {},
+        {"split_k": 1} if problem.groups > 1 else {},
         {"num_stages": base.num_stages + 1},
         {"block_k": base.block_k // 2},
         {"num_stages": base.num_stages - 1},
         {"block_k": base.block_k * 2},
-        {"split_k": base.split_k * 2} if problem.m <= 64 and problem.groups == 1 and steps >= 4 * base.split_k else {},
+        {"split_k": base.split_k * 2} if few and steps >= 4 * base.split_k else {},
         {"block_n": base.block_n * 2, "num_warps": base.num_warps * 2, "run": max(1, base.run // 2)},
     ]
     x_bytes, _ = _BYTES[problem.operands]

@@ -7,8 +7,8 @@ step of K is a number of tiles of the packing: long ones pay while reading the w
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pallas_kernels.tuning.heuristics import MatmulTile, shared_memory
-from pallas_kernels.tuning.moe_heuristics import MoETiles, are_few, vector_tiles
+from pallas_kernels.tuning.heuristics import MatmulTile, even_shares, shared_memory
+from pallas_kernels.tuning.moe_heuristics import MoETiles, are_few, experts_read, vector_tiles
 
 _COLUMNS = 128
 
@@ -134,6 +134,7 @@ def moe_tiles(
     if single and not (batched or batch_invariant):
         first, second = vector_tiles(tokens, hidden, intermediate, top_k, halves, sm_count)
         return MoETiles(first=_whole_tiles(first, hidden), second=_whole_tiles(second, intermediate), single=True)
+    read = experts_read(slots if rows is None else rows * experts, experts)
     if rows is None:
         rows = tokens if batched else -(-slots // max(experts, 1))
     if batch_invariant or capability != 90 or kind.scales_sums:
@@ -150,6 +151,8 @@ def moe_tiles(
         blocks = experts * -(-rows // block_m) if batched else min(slots, experts)
         first, second = _on_hopper(block_m, hidden, intermediate, kind, few, rows > 2)
         second = _in_runs(second, hidden, intermediate, blocks / sm_count, folds, few)
+        if block_m == 16 and not batched and second.run == 1:
+            second = _in_shares(second, hidden, intermediate, folds, read, sm_count)
         first, second = replace(first, short=short), replace(second, short=short)
     return MoETiles(first=_fitted(first, halves, kind, capability), second=_fitted(second, 1, kind, capability))
 
@@ -229,6 +232,18 @@ def _in_runs(
     if run == 1 or (not folds and (run < 8 or block_m > 16)):
         return second
     return replace(second, block_n=64, num_warps=4, num_stages=2, run=run)
+
+
+def _in_shares(
+    second: MatmulTile, hidden: int, intermediate: int, folds: bool, read: float, sm_count: int
+) -> MatmulTile:
+    """The second product's tile, of 16 rows, with K in shares where few programs have much of it."""
+    wide = _tile(16, 128, _COLUMNS, 8, 4)
+    for tile in (second,) if folds else (wide, second):
+        shares = even_shares(read * -(-hidden // tile.block_n), -(-intermediate // tile.block_k), sm_count)
+        if shares > 1:
+            return replace(tile, num_stages=min(tile.num_stages, 6), split_k=shares)
+    return second
 
 
 def _whole_tiles(tile: MatmulTile, k: int) -> MatmulTile:

@@ -1,5 +1,6 @@
 """First choices of tiles from shapes and device facts; pure functions, no GPU needed."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,7 +17,7 @@ class MatmulTile:
       num_warps: warps a program.
       num_stages: stages of the pipeline that loads operands.
       group: row blocks that go through all columns together while a column's operand is in the L2 cache.
-      split_k: parts of K, summed by a second launch in fixed order.
+      split_k: parts of K, summed in fixed order by a second launch, or where a token's experts are.
       swap: w on the tensor core's M side and x on its N side, which may be as short as 16.
       pieces: of ``block_n``, that go through the tensor core one after the other; sums that wait for their scales take
         the registers of one piece.
@@ -64,6 +65,31 @@ _BYTES = {"fp8": (1, 1), "int8": (1, 1), "w8a16": (2, 1), "16bit": (2, 2), "32bi
 def shared_memory(capability: int) -> int:
     """Bytes of shared memory a program can use; an unknown GPU is taken for a small one."""
     return _SHARED_MEMORY.get(capability, 99) * 1024
+
+
+_SHARE = 10
+"""Steps of K that a share has at least."""
+
+
+def even_shares(programs: float, steps: int, sm_count: int) -> int:
+    """Shares of K with which few programs give all multiprocessors as much to do; 1 where that gains less than 10%.
+
+    The multiprocessor with most programs decides; two run side by side, and the last of an odd number alone takes half
+    as long again. ``programs`` are so many on average. Of shares that are about as good the fewest are chosen, since
+    the sums of each are written and read.
+    """
+    if programs > 4 * sm_count:
+        return 1
+
+    def cost(shares: int) -> float:
+        most = math.ceil(programs * shares / sm_count)
+        return (most + most % 2 / 2) / shares
+
+    costs = {shares: cost(shares) for shares in (1, 2, 4) if shares == 1 or steps >= _SHARE * shares}
+    least = min(costs.values())
+    if least > 0.9 * costs[1]:
+        return 1
+    return min(shares for shares in costs if costs[shares] <= 1.05 * least)
 
 
 def step_of_k(cell: int | None, limit: int) -> int:

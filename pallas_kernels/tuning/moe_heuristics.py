@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from pallas_kernels.tuning.heuristics import MatmulTile, Operands, shared_memory, step_of_k
+from pallas_kernels.tuning.heuristics import MatmulTile, Operands, even_shares, shared_memory, step_of_k
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +85,7 @@ def moe_tiles(
     if few and not (batched or batch_invariant):
         first, second = vector_tiles(tokens, hidden, intermediate, top_k, halves, sm_count)
         return MoETiles(first=first, second=second, single=True)
+    read = None if batched else experts_read(slots if rows is None else rows * experts, experts)
     if rows is None:
         rows = tokens if batched else -(-slots // max(experts, 1))
     promoted = (operands == "fp8" and exact) or (operands in ("fp8", "int8") and second_cell is not None)
@@ -94,7 +95,7 @@ def moe_tiles(
         # Every program reads weights of its own where slots are this few.
         own = slots * -(-intermediate // first_n) if slots <= experts else None
         layer = _Layer(
-            rows, experts, own, hidden, intermediate, operands, promoted, group is None, first_n, steps, sm_count
+            rows, experts, own, read, hidden, intermediate, operands, promoted, group is None, first_n, steps, sm_count
         )
         first, second = layer.first(), layer.second()
     else:
@@ -153,6 +154,8 @@ class _Layer(NamedTuple):
     experts: int
     own: int | None
     """Programs of the first product of few slots, at most one an expert; else None."""
+    read: float | None
+    """Experts that slots have on average; None of batched experts."""
     hidden: int
     intermediate: int
     operands: Operands
@@ -234,6 +237,13 @@ class _Layer(NamedTuple):
             return self._tile(1, 8, 3, block_n=256) if rows == 64 else self._tile(1, 8, 3, block_k=128)
         return self._tile(1, 4, (6 if self.operands != "16bit" else 5) if rows == 64 else 3 if short_k else 5)
 
+    def _in_shares(self, tile: MatmulTile) -> MatmulTile:
+        """The tile with K in shares where few programs have much of it: sums that are not promoted gain 1% at most."""
+        if self.block_m > 16 or self.read is None:
+            return tile
+        programs = self.read * -(-self.hidden // tile.block_n)
+        return replace(tile, split_k=even_shares(programs, -(-self.intermediate // tile.block_k), self.sm_count))
+
     def _promoted_second(self) -> MatmulTile:
         rows = self.block_m
         if self.intermediate <= 2 * self.steps[1]:
@@ -242,10 +252,11 @@ class _Layer(NamedTuple):
             stages = {64: 2, 128: 4}.get(rows, 3)
             return self._tile(1, 8 if rows == 128 else 4, stages, run=run)
         if self.hidden % 256 or self.intermediate % 128:
-            return self._tile(1, 8 if rows == 128 else 4, 5 if rows <= 32 and self.intermediate > 2048 else 3)
+            tile = self._tile(1, 8 if rows == 128 else 4, 5 if rows <= 32 and self.intermediate > 2048 else 3)
+            return self._in_shares(tile)
         if rows <= 32:
             if self.intermediate > 2048:
-                return self._tile(1, 4, 5)
+                return self._in_shares(self._tile(1, 4, 5))
             if self.intermediate > 1024:
                 return self._tile(1, 4, 3, block_n=256)
             return self._tile(1, 8, 3, block_n=256, pieces=2)
@@ -253,6 +264,11 @@ class _Layer(NamedTuple):
         if rows == 64:
             return self._tile(1, 8, 2, block_n=256, pieces=2)
         return self._tile(1, 16, 3, block_n=256, pieces=2, run=4 if self.many_and_short else 1)
+
+
+def experts_read(slots: int, experts: int) -> float:
+    """How many of ``experts`` so many slots have on average, where all are as likely."""
+    return experts * (1 - (1 - 1 / experts) ** slots) if experts else 0.0
 
 
 def are_few(tokens: int, experts: int, top_k: int) -> bool:

@@ -205,7 +205,7 @@ def _entry(given: Any) -> Entry:
     for name in ("date", "jax"):
         _check(name, given[name], str)
     key = Key(**{name: given[name] for name in fields if name in given})
-    tiles = _linear_tiles(given["tiles"]) if key.op == "linear" else _moe_tiles(given["tiles"])
+    tiles = _linear_tiles(given["tiles"]) if key.op == "linear" else _moe_tiles(given["tiles"], key.op)
     return Entry(key=key, tiles=tiles, **{name: given[name] for name in others - {"tiles"}})
 
 
@@ -226,7 +226,7 @@ def _check_extents(name: str, tile: MatmulTile) -> None:
         raise ValueError(f"{name}.pieces {tile.pieces} leaves less than {_LEAST} of block_n {tile.block_n}")
 
 
-def _moe_tiles(given: Any) -> MoETiles:
+def _moe_tiles(given: Any, op: str) -> MoETiles:
     fields = {field.name: field for field in dataclasses.fields(MoETiles)}
     needed = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
     found = dict(_object("tiles", given, set(fields), needed))
@@ -239,8 +239,12 @@ def _moe_tiles(given: Any) -> MoETiles:
     for name, tile in (("first", tiles.first), ("second", tiles.second)):
         if not tiles.single:
             _check_extents(name, tile)
-        if tile.split_k != 1:
-            raise ValueError(f"{name}.split_k {tile.split_k} must be 1: K of experts is not split")
+    if tiles.first.split_k != 1:
+        raise ValueError(f"first.split_k {tiles.first.split_k} must be 1: activations are of whole sums")
+    if tiles.second.split_k != 1 and (op != "moe" or tiles.single or tiles.second.run != 1):
+        raise ValueError(
+            f"second.split_k {tiles.second.split_k} must be 1 for batched experts, single slots and runs of tiles"
+        )
     if tiles.first.pieces != 1:
         raise ValueError(f"first.pieces {tiles.first.pieces} must be 1: its halves are pieces already")
     if tiles.first.block_m != tiles.second.block_m:

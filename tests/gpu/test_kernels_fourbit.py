@@ -165,6 +165,10 @@ EXPERTS = [
     Case(recipe="int4:group=32,zero_point", gated=False, activation="relu2", bias=True, **LAYERS[1]),
     Case(recipe="mxfp4", activation="swigluoai", bias=True, **LAYERS[1]),
     Case(recipe="mxfp4_a8", activation="swigluoai", bias=True, exact=True, **LAYERS[1]),
+    *(
+        Case(recipe=recipe, activation="swigluoai", bias=True, **cases.LONG)
+        for recipe in ("mxfp4", "mxfp4_a8", "int4", "int4:group=32,zero_point", "nvfp4_w4a16")
+    ),
 ]
 ROUTINGS = ("uniform", "zipf", "elsewhere", "empty experts")
 
@@ -260,12 +264,12 @@ def test_products_with_expanded_weights_are_the_references(m, n, k, exponents):
     assert jnp.linalg.norm(found - wanted) < 3e-3 * jnp.linalg.norm(wanted)
 
 
-@pytest.mark.parametrize("tokens", [32, 150, 500, 2048])
-def test_rows_of_many_exponents_are_the_references(tokens):
-    """Some of each product's rows go through K in passes, in blocks of every height and runs of tiles."""
+@pytest.mark.parametrize("tokens, intermediate", [(3, 5200), (32, 768), (150, 768), (500, 768), (2048, 768)])
+def test_rows_of_many_exponents_are_the_references(tokens, intermediate):
+    """Some of each product's rows go through K in passes: shares of it, runs of tiles, and blocks of every height."""
     if not is_served("mxfp4_a8"):
         pytest.skip("no FP8 tensor cores")
-    case = Case(recipe="mxfp4_a8", tokens=tokens, hidden=1000, intermediate=768, experts=16, top_k=2)
+    case = Case(recipe="mxfp4_a8", tokens=tokens, hidden=1000, intermediate=intermediate, experts=16, top_k=2)
     layer, (x, weights) = moe_cases.layer(case), moe_cases.tokens(case)
     wide = [q.dequantize().at[..., ::7, :].mul(_falling(q.shape[-1], 40)) for q in (layer.w13, layer.w2)]
     w13, w2 = (jmoe.quantize(w, case.recipe) for w in wide)

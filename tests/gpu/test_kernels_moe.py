@@ -237,6 +237,25 @@ def test_programs_that_make_several_tiles_make_equal_bits(recipe, hidden, tokens
     assert jnp.array_equal(*found)
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_tensor", "fp8_channel", "fp8_block", "fp8_block:block=64", "int8"])
+@pytest.mark.parametrize("shares, tokens", [(2, 7), (4, 40), (8, 300)])
+def test_shares_of_k_are_the_reference(recipe, shares, tokens):
+    case = Case(recipe=recipe, tokens=tokens, hidden=1000, intermediate=1000, experts=6, top_k=2, bias=True)
+    skip_if_not_served(case)
+    layer, x, weights = made(case)
+    ids = jnp.asarray(cases.routing("elsewhere", case))
+    x, weights = cases.spoiled(case, x, weights, ids)
+    tiles = cases.tiles_of(case, layer, **device_facts())
+    tiles = replace(tiles, second=replace(tiles.second, split_k=shares, run=1))
+    run = jax.jit(functools.partial(fused_moe, spec=cases.spec_of(case, layer, tiles)))
+    y = run(x, cases.arrays(layer), weights, ids)
+    options = cases.options_of(case, layer)
+    assert (
+        error(y, jmoe.fused_moe(x, layer.w13, layer.w2, weights, ids, implementation="reference", **options)) < case.bar
+    )
+    assert jnp.array_equal(y, run(x, cases.arrays(layer), weights, ids))
+
+
 REPEATED = [Case(recipe=recipe, **sizes) for recipe in RECIPES for sizes in (SIZES[0], SMALL, MANY, TALL)]
 
 

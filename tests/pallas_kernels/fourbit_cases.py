@@ -27,6 +27,10 @@ RECIPES = (
 )
 
 
+LONG: dict[str, Any] = {"tokens": 5, "hidden": 1000, "intermediate": 5200, "experts": 4, "top_k": 2}
+"""Few experts with much of the second product's K, which goes in shares on a large GPU."""
+
+
 def packing_of(q: QTensor) -> Packing:
     n, k = q.shape[-2:]
     return Packing(

@@ -1,5 +1,7 @@
 """Tiles that tuning measures: few, legal, the heuristic's first."""
 
+from dataclasses import replace
+
 import hypothesis
 import hypothesis.strategies as st
 import pytest
@@ -135,6 +137,20 @@ def test_a_run_of_packed_tiles_is_compared_with_none():
     base = tile(16, 64, 128, 4, 2, swap=True, run=8)
     found = packed_candidates(base, Problem(m=4, n=2048, k=768, operands="w8a16", groups=128), 4)
     assert {other.run for other in found} == {1, 8}
+
+
+def test_shares_of_k_are_compared_with_none_and_with_more():
+    facts = {"m": 2, "operands": "w8a16", "groups": 8}
+    base = tile(16, 128, 128, 8, 4, swap=True, split_k=2)
+    assert {c.split_k for c in packed_candidates(base, Problem(n=4096, k=14336, **facts), 9)} == {1, 2, 4}
+    whole = replace(base, split_k=1)
+    assert {c.split_k for c in packed_candidates(whole, Problem(n=4096, k=14336, **facts), 9)} == {1}
+    facts = {"operands": "fp8", "promoted": True, "groups": 8, "m": 2}
+    pair = moe_tiles(8, 4096, 14336, 8, 2, operands="fp8", first_cell=128, second_cell=128, group=128)
+    assert pair.second.split_k == 4
+    first = Problem(n=14336, k=4096, halves=2, columns=128, **facts)
+    found = moe_candidates([pair], first, Problem(n=4096, k=14336, **facts), 8)
+    assert {c.second.split_k for c in found} == {1, 4} and {c.first.split_k for c in found} == {1}
 
 
 def test_a_wider_packed_tile_is_of_fewer_a_program():

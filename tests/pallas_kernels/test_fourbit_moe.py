@@ -117,6 +117,17 @@ def test_programs_that_make_several_tiles(recipe):
     assert error(case, "uniform", run=2, block_n=64, block_k=128) < case.bar
 
 
+@pytest.mark.parametrize("recipe", ["int4", "mxfp4", "mxfp4_a8", "nvfp4_w4a16", "int4_fp8:group=32", "int4_int8"])
+@pytest.mark.parametrize("split", [2, 4])
+def test_k_of_the_second_product_in_shares(recipe, split):
+    # Three steps of 128, of which the last is cut short.
+    case = Case(recipe=recipe, bias=True, **SIZES | {"intermediate": 350})
+    layer = moe_cases.layer(case)
+    tiles = cases.spec_of(case, layer).tiles
+    tiles = replace(tiles, second=replace(tiles.second, block_k=128, split_k=split, run=1))
+    assert error(case, "elsewhere", tiles) < case.bar
+
+
 def wide(w: jax.Array, key: jax.Array) -> jax.Array:
     """``w`` with powers of two from 2**-30 to 1 on its groups of 32 columns: rows that fold in several passes."""
     *lead, k = w.shape
@@ -125,9 +136,15 @@ def wide(w: jax.Array, key: jax.Array) -> jax.Array:
 
 
 @pytest.mark.parametrize(
-    "tile", [{"block_m": 16, "short": 0, "run": 2}, {"block_m": 32, "short": 16, "run": 1}], ids=["run", "short"]
+    "tile, split",
+    [
+        ({"block_m": 16, "short": 0, "run": 2}, 1),
+        ({"block_m": 32, "short": 16, "run": 1}, 1),
+        ({"block_m": 16, "short": 0, "run": 1}, 2),
+    ],
+    ids=["run", "short", "split"],
 )
-def test_rows_of_many_exponents_go_over_k_again(tile):
+def test_rows_of_many_exponents_go_over_k_again(tile, split):
     case = Case(recipe="mxfp4_a8", tokens=40, hidden=160, intermediate=144, experts=2, top_k=1)
     plain, keys = moe_cases.layer(replace(case, recipe="bf16")), jax.random.split(jax.random.key(1))
     w13, w2 = (jmoe.quantize(wide(w, key), case.recipe) for w, key in zip((plain.w13, plain.w2), keys, strict=True))
@@ -138,7 +155,7 @@ def test_rows_of_many_exponents_go_over_k_again(tile):
     tiles = replace(
         spec.tiles,
         first=replace(spec.tiles.first, block_n=64, block_k=128, **tile),
-        second=replace(spec.tiles.second, block_n=64, block_k=128, **tile),
+        second=replace(spec.tiles.second, block_n=64, block_k=128, split_k=split, **tile),
     )
     found = fused_moe(x, cases.experts_of(layer), weights, ids, spec=replace(spec, tiles=tiles), interpret=True)
     wanted = jmoe.fused_moe(x, w13, w2, weights, ids, implementation="reference")

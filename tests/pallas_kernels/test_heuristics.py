@@ -7,7 +7,8 @@ import hypothesis.strategies as st
 import pytest
 
 from pallas_kernels.tuning import fourbit, moe_heuristics
-from pallas_kernels.tuning.heuristics import matmul_tile, shared_memory, step_of_k
+from pallas_kernels.tuning.heuristics import even_shares, matmul_tile, shared_memory, step_of_k
+from tests.pallas_kernels.fourbit_cases import LONG
 
 BYTES = {"fp8": (1, 1), "int8": (1, 1), "w8a16": (2, 1), "16bit": (2, 2), "32bit": (4, 4)}
 
@@ -208,7 +209,7 @@ def test_tiles_are_those_of_the_experts_that_are_here():
     """As high, and as many a program, for an eighth of the experts with an eighth of the slots as for all."""
     for kind in (MXFP4, MXFP4_A8):
         whole = fourbit.moe_tiles(96, 2880, 2880, 128, 4, kind=kind)
-        assert fourbit.moe_tiles(96, 2880, 2880, 16, 4, rows=3, kind=kind) == whole
+        assert fourbit.moe_tiles(96, 2880, 2880, 64, 4, rows=3, kind=kind) == whole
         assert fourbit.moe_tiles(3, 2880, 2880, 128, 1, batched=True, kind=kind) == whole
 
 
@@ -261,6 +262,76 @@ def test_many_short_programs_of_promoted_sums_make_several_tiles():
     ):
         assert (few_or_long.first.run, few_or_long.second.run) == (1, 1)
     assert moe_heuristics.moe_tiles(512, 2048, 768, 128, batched=True, **facts).second.run == 4
+
+
+@pytest.mark.parametrize(
+    "programs, steps, shares",
+    [
+        (60, 112, 4),  # less than one a multiprocessor
+        (106, 112, 2),
+        (175, 112, 4),
+        (225.6, 112, 1),  # two of them on most, one on others
+        (252, 112, 1),  # two on nearly all
+        (528, 112, 1),
+        (529, 112, 1),
+        (60, 19, 1),  # a share would be too short
+        (60, 20, 2),
+        (60, 39, 2),
+    ],
+)
+def test_shares_of_k_are_as_many_as_give_multiprocessors_as_much_to_do(programs, steps, shares):
+    """The programs of Mixtral's second product in int4 for 1, 2, 4, 8 and 16 tokens, of which an H200 has 132."""
+    assert even_shares(programs, steps, 132) == shares
+
+
+WIDE = "16x128x128 8 warps 4 stages K split in {} swapped"
+NARROW = "16x64x128 4 warps 6 stages K split in {} swapped"
+
+
+@pytest.mark.parametrize(
+    "kind, shares, one_token",
+    [
+        (INT4, [4, 2, 4, 1, 1], WIDE.format(4)),
+        (MXFP4, [4, 2, 4, 1, 1], WIDE.format(4)),
+        (MXFP4_A8, [2, 1, 2, 4, 1], NARROW.format(2)),
+    ],
+    ids=["int4", "mxfp4", "mxfp4_a8"],
+)
+def test_few_experts_split_k_of_the_second_product(kind, shares, one_token):
+    mixtral = functools.partial(fourbit.moe_tiles, hidden=4096, intermediate=14336, kind=kind)
+    tiles = [mixtral(tokens, experts=8, top_k=2) for tokens in (1, 2, 4, 8, 16)]
+    assert [(t.first.split_k, t.second.split_k) for t in tiles] == [(1, n) for n in shares]
+    assert str(tiles[0].second) == one_token
+    # Of experts that are elsewhere in part, only those here count.
+    assert mixtral(4, experts=4, top_k=2, rows=1).second == mixtral(4, experts=4, top_k=1).second
+    # Nothing sums shares of batched experts, and how many there are depends on the number of tokens.
+    assert mixtral(2, experts=8, batched=True).second.split_k == 1
+    assert mixtral(1, experts=8, top_k=2, batch_invariant=True).second.split_k == 1
+
+
+@pytest.mark.parametrize(
+    "tokens, second", [(1, WIDE.format(2)), (2, WIDE.format(2)), (8, "16x128x128 8 warps 5 stages swapped")]
+)
+def test_23_steps_of_k_are_two_shares_at_most(tokens, second):
+    assert str(fourbit.moe_tiles(tokens, 2880, 2880, 128, 4, kind=MXFP4).second) == second
+
+
+@pytest.mark.parametrize("kind", [INT4, MXFP4, MXFP4_A8])
+def test_what_the_gpu_lane_has_of_shares(kind):
+    assert fourbit.moe_tiles(*LONG.values(), kind=kind).second.split_k > 1
+    assert fourbit.moe_tiles(3, 1000, 5200, 16, 2, kind=kind).second.split_k > 1
+
+
+def test_only_promoted_sums_of_bytes_split_k():
+    facts = {"hidden": 4096, "intermediate": 14336, "experts": 8, "top_k": 2, "group": 128}
+    block = {"operands": "fp8", "first_cell": 128, "second_cell": 128}
+    shares = [moe_heuristics.moe_tiles(tokens, **facts, **block).second.split_k for tokens in (2, 4, 8, 16)]
+    assert shares == [2, 4, 1, 1]
+    for others in ({"operands": "16bit"}, {"operands": "fp8", "exact": False}):
+        assert moe_heuristics.moe_tiles(4, **facts | {"group": None}, **others).second.split_k == 1
+    assert moe_heuristics.moe_tiles(2, **facts, **block, batched=True).second.split_k == 1
+    oss = moe_heuristics.moe_tiles(2, 2880, 2880, 128, 4, **block, group=128)  # of which 128 leaves a rest
+    assert oss.second.split_k == 2
 
 
 def test_the_last_block_of_32_rows_may_be_of_16():

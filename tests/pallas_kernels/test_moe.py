@@ -1,6 +1,7 @@
 """Layers of experts in interpret mode against jmoe's reference, over odd shapes and routings."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,13 +19,15 @@ from tests.pallas_kernels import moe_cases as cases
 from tests.pallas_kernels.moe_cases import Case, Layer, relative_error
 
 
-def tiles(block_n: int = 32, block_k: int = 32, *, swap: bool = True, run: int = 1, tall: bool = False) -> MoETiles:
-    """One small tile for both products; a tall one has twice as many rows, or 16."""
+def tiles(
+    block_n: int = 32, block_k: int = 32, *, swap: bool = True, run: int = 1, tall: bool = False, split: int = 1
+) -> MoETiles:
+    """One small tile for both products, the second one's K split; a tall one has twice as many rows, or 16."""
     rows, short = (32, 16) if tall else (16, 0)
     tile = MatmulTile(
         block_m=rows, block_n=block_n, block_k=block_k, num_warps=4, num_stages=2, swap=swap, run=run, short=short
     )
-    return MoETiles(first=tile, second=tile)
+    return MoETiles(first=tile, second=replace(tile, split_k=split))
 
 
 def single(block_n: int = 4, block_k: int = 32, stages: int = 2) -> MoETiles:
@@ -33,7 +36,16 @@ def single(block_n: int = 4, block_k: int = 32, stages: int = 2) -> MoETiles:
     return MoETiles(first=tile, second=tile, single=True)
 
 
-SWAPPED, PLAIN, SINGLE, RUN, TALL = tiles(), tiles(swap=False), single(), tiles(16, run=2), tiles(tall=True)
+HOWS = {
+    "swapped": tiles(),
+    "plain": tiles(swap=False),
+    "single": single(),
+    "run": tiles(16, run=2),
+    "tall": tiles(tall=True),
+    "split": tiles(split=4),  # K has two steps: half of the shares are of none
+    "split, tall": tiles(tall=True, split=2),
+}
+SWAPPED, PLAIN, TALL = HOWS["swapped"], HOWS["plain"], HOWS["tall"]
 
 
 @functools.partial(jax.jit, static_argnames="spec")
@@ -68,7 +80,7 @@ ODD = {"tokens": 7, "hidden": 72, "intermediate": 40, "experts": 5, "top_k": 3}
 BLOCKS = {"tokens": 6, "hidden": 200, "intermediate": 160, "experts": 3, "top_k": 2}
 
 
-@pytest.mark.parametrize("how", [SWAPPED, PLAIN, SINGLE, RUN, TALL], ids=["swapped", "plain", "single", "run", "tall"])
+@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
 def test_every_routing_over_extents_that_divide_nothing(how):
     check(Case(**ODD, bias=True), how)
 
@@ -92,6 +104,13 @@ def test_other_dtypes(dtype):
         ("fp8_block", tiles(128, 64, run=3)),
         ("fp8_block", tiles(128, 64, run=3, tall=True)),
         ("mxfp8", tiles(32, 32, run=4)),
+        ("fp8_block", tiles(128, 128, split=2)),
+        ("fp8_block", tiles(128, 32, swap=False, split=4)),
+        ("fp8_block:block=48", tiles(16, 32, split=4)),
+        ("fp8_tensor", tiles(64, 64, split=2)),
+        ("mxfp8", tiles(32, 32, split=2)),
+        ("int8", tiles(32, 32, split=4)),
+        ("int8_w8a16:group=32", tiles(64, 32, split=2)),
         ("int8", tiles(32, 32, run=4)),
         ("fp8_block", tiles(128, 128, tall=True)),
         ("fp8_tensor", tiles(64, 64, tall=True)),
@@ -332,3 +351,27 @@ def test_arrays_that_do_not_fit_are_named(change, message):
     spec = cases.spec_of(case, layer, SWAPPED)
     with pytest.raises(ValueError, match=message):
         layer_of(x, cases.arrays(layer)._replace(**change), weights, jnp.zeros((5, 2), jnp.int32), spec)
+
+
+@pytest.mark.parametrize(
+    "how, message",
+    [
+        (replace(SWAPPED, first=replace(SWAPPED.first, split_k=2)), "first product's tile .*K split in 2.* whole sums"),
+        (replace(SWAPPED, second=replace(SWAPPED.second, split_k=2, run=2)), "second product's tile .*K split in 2"),
+        (replace(single(), second=replace(single().second, split_k=2)), "second product's tile .*K split in 2"),
+    ],
+)
+def test_k_that_cannot_be_split(how, message):
+    case = Case()
+    layer = cases.layer(case)
+    x, weights = cases.tokens(case)
+    with pytest.raises(ValueError, match=message):
+        layer_of(x, cases.arrays(layer), weights, jnp.zeros((5, 2), jnp.int32), cases.spec_of(case, layer, how))
+
+
+def test_nothing_sums_shares_of_batched_experts():
+    case = Case()
+    layer = cases.layer(case)
+    counts = jnp.zeros(4, jnp.int32)
+    with pytest.raises(ValueError, match=r"second\.split_k 4 must be 1"):
+        batch_of(jnp.zeros((4, 8, 64)), counts, cases.arrays(layer), cases.spec_of(case, layer, HOWS["split"]))

@@ -192,6 +192,24 @@ def test_a_bad_tile_is_told_of(changes, message):
 
 
 @pytest.mark.parametrize(
+    "op, changes, fine",
+    [
+        ("moe", {}, True),
+        ("batched_experts", {}, False),
+        ("moe", {"run": 2}, False),
+    ],
+)
+def test_shares_of_the_second_products_k_are_told_of_where_nothing_sums_them(op, changes, fine):
+    tile = plain()["tiles"]["tile"] | {"split_k": 1}
+    given = text_of(plain(op=op, tiles={"first": tile, "second": tile | {"split_k": 4} | changes}))
+    if fine:
+        assert table.parse(given, "t.json")[0].tiles.second.split_k == 4
+        return
+    with pytest.raises(ValueError, match=r"entry 0: second\.split_k 4 must be 1 for batched experts"):
+        table.parse(given, "t.json")
+
+
+@pytest.mark.parametrize(
     "changes, message",
     [({"split_k": 2}, "first.split_k 2 must be 1"), ({"pieces": 2}, "first.pieces 2 must be 1")],
 )
