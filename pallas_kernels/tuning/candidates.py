@@ -207,7 +207,7 @@ def packed_candidates(base: MatmulTile, problem: Problem, count: int) -> list[Ma
     moves: list[dict[str, Any]] = [
         {"run": 1, "num_stages": 4} if base.run > 1 else {},
         {"short": 16 if base.short == 32 else 32} if base.block_m == 64 and base.short else {},
-        {"split_k": 1} if problem.groups > 1 else {},
+        {"split_k": 1 if problem.groups > 1 else max(1, base.split_k // 2)},
         {"num_stages": base.num_stages + 1},
         {"block_k": base.block_k // 2},
         {"num_stages": base.num_stages - 1},

@@ -139,6 +139,13 @@ def test_a_run_of_packed_tiles_is_compared_with_none():
     assert {other.run for other in found} == {1, 8}
 
 
+def test_a_packed_linears_parts_of_k_are_compared_with_fewer_and_more():
+    base = tile(64, 64, 256, 4, 3, swap=True, split_k=4)
+    found = packed_candidates(base, Problem(m=64, n=5760, k=8192, operands="w8a16"), 9)
+    assert {other.split_k for other in found} == {2, 4, 8}
+    assert {other.split_k for other in found[:2]} == {2, 4}
+
+
 def test_shares_of_k_are_compared_with_none_and_with_more():
     facts = {"m": 2, "operands": "w8a16", "groups": 8}
     base = tile(16, 128, 128, 8, 4, swap=True, split_k=2)

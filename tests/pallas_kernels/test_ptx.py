@@ -14,6 +14,9 @@ CASES = [
     *((INT4, "qwen3-30b", tokens) for tokens in (32, 512, 2048, 8192)),
     *(("mxfp4_a8", "dsv3-tp8", tokens) for tokens in (32, 512, 2048)),
     *(("mxfp4_a8", "qwen3-30b", tokens) for tokens in (32, 512)),
+    (INT4, "mixtral", 1),  # shares of K, here and below
+    ("mxfp4", "mixtral", 8),
+    ("mxfp4_a8", "mixtral", 8),
     ("mxfp4", "qwen3-30b", 128),
     ("mxfp4", "gpt-oss-120b", 32),
     ("nvfp4_w4a16", "qwen3-30b", 512),
