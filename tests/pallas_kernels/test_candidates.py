@@ -153,7 +153,7 @@ def test_shares_of_k_are_compared_with_none_and_with_more():
     whole = replace(base, split_k=1)
     assert {c.split_k for c in packed_candidates(whole, Problem(n=4096, k=14336, **facts), 9)} == {1}
     facts = {"operands": "fp8", "promoted": True, "groups": 8, "m": 2}
-    pair = moe_tiles(8, 4096, 14336, 8, 2, operands="fp8", first_cell=128, second_cell=128, group=128)
+    pair = moe_tiles(4, 4096, 14336, 8, 2, operands="fp8", first_cell=128, second_cell=128, group=128)
     assert pair.second.split_k == 4
     first = Problem(n=14336, k=4096, halves=2, columns=128, **facts)
     found = moe_candidates([pair], first, Problem(n=4096, k=14336, **facts), 8)
