@@ -210,7 +210,11 @@ def test_other_times_that_are_named_are_what_was_measured():
     )
     text = " ".join(README.split())
     again = [round(prefill[f"qwen3-30b/fp8_block/{t}"]["us"]) for t in (8192, 2048)]
-    assert f"took {again[0]} on a third (`moe-prefill`, where T = 2048 took {again[1]} with" in text
+    assert f"which took {again[0]} on one more H200 (`moe-prefill`; T = 2048" in text
+    before = json.loads((ROOT / "bench/results/moe-nvidia-h200.json").read_text())["rows"]["qwen3-30b/fp8_block/2048"][
+        "us"
+    ]
+    assert f"took {again[1]} there and {before:.0f} in `moe`)" in text
     mixtral = fourbit[f"mixtral/{INT4}/8"]["us"]
     marlin = json.loads((ROOT / "bench/vllm-h200.json").read_text())["rows"]["mixtral/vLLM Marlin int4/8"]
     assert f"the one in use took {mixtral:.0f} (`moe-fourbit-again`), {marlin / mixtral:.2f}." in text

@@ -92,7 +92,7 @@ def tiles_of_experts(op: OpSpec, **facts: Any) -> MoETiles:
         kind=kind,
         halves=2 if op.gated else 1,
         batched=op.op == "batched_experts",
-        rows=op.rows_an_expert,
+        global_experts=op.global_experts,
         **facts,
     )
 

@@ -125,13 +125,6 @@ class OpSpec:
         return False
 
     @property
-    def rows_an_expert(self) -> int:
-        """Rows of an expert on average, rounded up, be it here or elsewhere."""
-        if self.op == "batched_experts":
-            return self.tokens
-        return -(-self.tokens * self.top_k // max(self.experts, self.global_experts, 1))
-
-    @property
     def default_accumulation(self) -> Accumulation:
         """What a call that asks for nothing gets: fast only where that is the default of both products."""
         defaults = {default_accumulation(r) for r in (self.recipe, self.second_recipe) if r is not None}

@@ -49,7 +49,7 @@ def plan(op: OpSpec, device: DeviceSpec, *, explicit: bool) -> Plan:
     workspace = packed.workspace(op, _chunk(op) or op.tokens)
     multiplied = packed.expanded(op) if workspace else op
     # Products with vectors, a slot at a time, have nothing to expand weights for.
-    measured = tuned.find(multiplied, device, accumulation, single=not workspace)
+    measured = tuned.find(multiplied, device, accumulation, few=not workspace)
     tiles, origin = measured or (heuristic_tiles(multiplied, device, accumulation), "heuristic")
     return Plan(
         tiles=tiles,
@@ -103,7 +103,7 @@ def _tiles_of_experts(op: OpSpec, exact: bool, facts: dict[str, Any]) -> MoETile
         group=h.block[1] if h is not None and h.block[1] != -1 else None,
         exact=exact,
         batched=op.op == "batched_experts",
-        rows=op.rows_an_expert,
+        global_experts=op.global_experts,
         **facts,
     )
 

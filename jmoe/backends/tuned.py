@@ -14,13 +14,11 @@ from pallas_kernels.tuning.heuristics import MatmulTile
 Tiles = tuple[tuple[str, Any], ...]
 
 
-def find(
-    op: OpSpec, device: DeviceSpec, accumulation: Accumulation, *, single: bool = True
-) -> tuple[Tiles, str] | None:
+def find(op: OpSpec, device: DeviceSpec, accumulation: Accumulation, *, few: bool = True) -> tuple[Tiles, str] | None:
     """Tiles, and where they are from; None where nothing near was measured.
 
     What ``jmoe.config.tuning`` names is asked first. Tiles that may not depend on the row count are never looked up;
-    without ``single``, nor are those of products with vectors.
+    without ``few``, nor are those that only few tokens have: of products with vectors, and of K in shares.
     """
     key = key_of(op, device, accumulation)
     if key is None or op.batch_invariant:
@@ -28,7 +26,7 @@ def find(
     tables = [table.shipped()] if config.tuning is None else [table.load(config.tuning.path), table.shipped()]
     for each in tables:
         entries = each.get(key, ())
-        entry = table.nearest(entries if single else [e for e in entries if not table.is_single(e)], op.tokens)
+        entry = table.nearest(entries if few else [e for e in entries if not table.is_of_few(e)], op.tokens)
         if entry is not None:
             _check_packed(op, entry)
             rows = "M" if op.op == "linear" else "T"

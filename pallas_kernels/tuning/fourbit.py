@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pallas_kernels.tuning.heuristics import MatmulTile, even_shares, shared_memory
-from pallas_kernels.tuning.moe_heuristics import MoETiles, are_few, experts_read, vector_tiles
+from pallas_kernels.tuning.moe_heuristics import MoETiles, are_few, experts_read, rows_of_each, vector_tiles
 
 _COLUMNS = 128
 
@@ -107,7 +107,7 @@ def moe_tiles(
     halves: int = 2,
     exact: bool = False,
     batched: bool = False,
-    rows: int | None = None,
+    global_experts: int = 0,
     capability: int = 90,
     sm_count: int = 132,
     batch_invariant: bool = False,
@@ -123,7 +123,7 @@ def moe_tiles(
       halves: of w13, 2 if gated.
       exact: e4m3 sums are promoted to float32 every 128 of K.
       batched: for ``batched_experts``.
-      rows: of an expert on average, where that is not all slots over ``experts``, since other experts are elsewhere.
+      global_experts: with those that are elsewhere.
       capability: compute capability times ten.
       sm_count: streaming multiprocessors.
       batch_invariant: the choice may not depend on ``tokens``.
@@ -134,9 +134,8 @@ def moe_tiles(
     if single and not (batched or batch_invariant):
         first, second = vector_tiles(tokens, hidden, intermediate, top_k, halves, sm_count)
         return MoETiles(first=_whole_tiles(first, hidden), second=_whole_tiles(second, intermediate), single=True)
-    read = experts_read(slots if rows is None else rows * experts, experts)
-    if rows is None:
-        rows = tokens if batched else -(-slots // max(experts, 1))
+    of = max(experts, global_experts)
+    rows = tokens if batched else rows_of_each(slots, of)
     if batch_invariant or capability != 90 or kind.scales_sums:
         block_m = 64 if batch_invariant or capability != 90 or rows > 40 else 16 if rows <= 8 else 32
         if kind.scales_sums and capability != 90:
@@ -152,6 +151,7 @@ def moe_tiles(
         first, second = _on_hopper(block_m, hidden, intermediate, kind, few, rows > 2)
         second = _in_runs(second, hidden, intermediate, blocks / sm_count, folds, few)
         if block_m == 16 and not batched and second.run == 1:
+            read = experts_read(tokens, top_k, experts, of)
             second = _in_shares(second, hidden, intermediate, folds, read, sm_count)
         first, second = replace(first, short=short), replace(second, short=short)
     return MoETiles(first=_fitted(first, halves, kind, capability), second=_fitted(second, 1, kind, capability))
@@ -238,12 +238,9 @@ def _in_shares(
     second: MatmulTile, hidden: int, intermediate: int, folds: bool, read: float, sm_count: int
 ) -> MatmulTile:
     """The second product's tile, of 16 rows, with K in shares where few programs have much of it."""
-    wide = _tile(16, 128, _COLUMNS, 8, 4)
-    for tile in (second,) if folds else (wide, second):
-        shares = even_shares(read * -(-hidden // tile.block_n), -(-intermediate // tile.block_k), sm_count)
-        if shares > 1:
-            return replace(tile, num_stages=min(tile.num_stages, 6), split_k=shares)
-    return second
+    tile = second if folds else _tile(16, 128, _COLUMNS, 8, 4)
+    shares = even_shares(read * -(-hidden // tile.block_n), -(-intermediate // tile.block_k), sm_count)
+    return second if shares == 1 else replace(tile, split_k=shares)
 
 
 def _whole_tiles(tile: MatmulTile, k: int) -> MatmulTile:

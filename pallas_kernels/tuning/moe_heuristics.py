@@ -53,7 +53,7 @@ def moe_tiles(
     exact: bool = True,
     batched: bool = False,
     batch_invariant: bool = False,
-    rows: int | None = None,
+    global_experts: int = 0,
     capability: int = 90,
     sm_count: int = 132,
 ) -> MoETiles:
@@ -72,7 +72,7 @@ def moe_tiles(
       exact: FP8 sums are promoted to float32 at least every 128 of K.
       batched: for ``batched_experts``.
       batch_invariant: the choice may not depend on ``tokens``.
-      rows: of an expert on average, where that is not all slots over ``experts``, since other experts are elsewhere.
+      global_experts: with those that are elsewhere.
       capability: compute capability times ten.
       sm_count: streaming multiprocessors.
     """
@@ -85,9 +85,9 @@ def moe_tiles(
     if few and not (batched or batch_invariant):
         first, second = vector_tiles(tokens, hidden, intermediate, top_k, halves, sm_count)
         return MoETiles(first=first, second=second, single=True)
-    read = None if batched else experts_read(slots if rows is None else rows * experts, experts)
-    if rows is None:
-        rows = tokens if batched else -(-slots // max(experts, 1))
+    of = max(experts, global_experts)
+    read = None if batched else experts_read(tokens, top_k, experts, of)
+    rows = tokens if batched else rows_of_each(slots, of)
     promoted = (operands == "fp8" and exact) or (operands in ("fp8", "int8") and second_cell is not None)
     first_n = group if group in (32, 64, 128) else 128 if operands != "32bit" else 32
     steps = step_of_k(first_cell, _STEP[operands]), step_of_k(second_cell, _STEP[operands])
@@ -266,9 +266,14 @@ class _Layer(NamedTuple):
         return self._tile(1, 16, 3, block_n=256, pieces=2, run=4 if self.many_and_short else 1)
 
 
-def experts_read(slots: int, experts: int) -> float:
-    """How many of ``experts`` so many slots have on average, where all are as likely."""
-    return experts * (1 - (1 - 1 / experts) ** slots) if experts else 0.0
+def experts_read(tokens: int, top_k: int, experts: int, of: int) -> float:
+    """How many of the ``experts`` here, ``of`` so many, have tokens on average: each chooses k, all as likely."""
+    return experts * (1 - (1 - min(top_k, of) / of) ** tokens) if of else 0.0
+
+
+def rows_of_each(slots: int, experts: int) -> int:
+    """Rows of an expert on average, rounded up."""
+    return -(-slots // max(experts, 1))
 
 
 def are_few(tokens: int, experts: int, top_k: int) -> bool:

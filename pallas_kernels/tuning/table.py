@@ -126,7 +126,7 @@ def nearest(entries: Iterable[Entry], tokens: int) -> Entry | None:
 
 def _serves(entry: Entry, tokens: int) -> bool:
     is_linear = entry.key.op == "linear"
-    few = is_single(entry) or (is_linear and entry.tokens <= _FEW_ROWS)
+    few = is_of_few(entry) or (is_linear and entry.tokens <= _FEW_ROWS)
     factor = _NEAREST_LINEAR if is_linear and not few else NEAREST
     fewer, more = sorted((entry.tokens, tokens))
     return more <= factor * fewer and (tokens <= entry.tokens or not few)
@@ -135,6 +135,11 @@ def _serves(entry: Entry, tokens: int) -> bool:
 def is_single(entry: Entry) -> bool:
     """Whether its tiles work a slot at a time."""
     return isinstance(entry.tiles, MoETiles) and entry.tiles.single
+
+
+def is_of_few(entry: Entry) -> bool:
+    """Whether its tiles are such as only few tokens have: a slot at a time, or K of experts in shares."""
+    return isinstance(entry.tiles, MoETiles) and (entry.tiles.single or entry.tiles.second.split_k > 1)
 
 
 @functools.cache
@@ -260,6 +265,9 @@ _LEAST = 16
 _MOST = 2**20
 """Elements of a tile that Triton takes, and more tiles than there ever are."""
 
+_MOST_PARTS = 64
+"""Of K, each of which the kernel that adds them up reads."""
+
 _POWERS_OF_TWO = ("block_m", "block_n", "block_k", "num_warps", "split_k", "pieces", "short")
 
 
@@ -279,6 +287,8 @@ def _tile(name: str, given: Any) -> MatmulTile:
         raise ValueError(f"{name}.short {tile.short} must be 0 or at least {_LEAST}")
     if tile.short >= tile.block_m:
         raise ValueError(f"{name}.short {tile.short} must be below block_m, {tile.block_m}")
+    if tile.split_k > _MOST_PARTS:
+        raise ValueError(f"{name}.split_k {tile.split_k} must be at most {_MOST_PARTS}")
     if max(tile.run, tile.group) > _MOST:
         raise ValueError(f"{name}.run {tile.run} and {name}.group {tile.group} must be at most {_MOST}")
     if tile.num_warps > 32 or tile.num_stages > 16 or tile.pieces > tile.block_n:

@@ -1,6 +1,7 @@
 """Weights that are expanded into a workspace: where, what of it is seen, and that results are right."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -175,15 +176,26 @@ def test_a_batch_keeps_the_settings_of_the_call_that_it_is_of():
     assert selected(jax.vmap(in_parts), jnp.stack([tokens[0]] * 4), workspace=ROOM).workspace == 0
 
 
-def test_tiles_of_products_with_vectors_are_not_of_expanded_weights(tmp_path):
-    tile = MatmulTile(block_m=1, block_n=8, block_k=32, num_warps=4, num_stages=1)
+VECTOR = MatmulTile(block_m=1, block_n=8, block_k=32, num_warps=4, num_stages=1)
+WHOLE = MatmulTile(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=3)
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        MoETiles(first=VECTOR, second=VECTOR, single=True),
+        MoETiles(first=WHOLE, second=replace(WHOLE, split_k=2)),
+    ],
+    ids=["vectors", "shares of K"],
+)
+def test_tiles_of_few_tokens_are_not_of_expanded_weights(tiles, tmp_path):
     x, w13, w2, weights, ids = experts()
     op = layer_op(T)
     key = tuned.key_of(packed.expanded(op), DEVICE, "fast")
     entry = table.Entry(
         key=key,
         tokens=T,
-        tiles=MoETiles(first=tile, second=tile, single=True),
+        tiles=tiles,
         us=1.0,
         heuristic_us=2.0,
         date="2026-11-30",

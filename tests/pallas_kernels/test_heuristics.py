@@ -209,7 +209,7 @@ def test_tiles_are_those_of_the_experts_that_are_here():
     """As high, and as many a program, for an eighth of the experts with an eighth of the slots as for all."""
     for kind in (MXFP4, MXFP4_A8):
         whole = fourbit.moe_tiles(96, 2880, 2880, 128, 4, kind=kind)
-        assert fourbit.moe_tiles(96, 2880, 2880, 64, 4, rows=3, kind=kind) == whole
+        assert fourbit.moe_tiles(96, 2880, 2880, 64, 4, global_experts=128, kind=kind) == whole
         assert fourbit.moe_tiles(3, 2880, 2880, 128, 1, batched=True, kind=kind) == whole
 
 
@@ -257,7 +257,7 @@ def test_many_short_programs_of_promoted_sums_make_several_tiles():
     assert [(tiles.first.run, tiles.second.run) for tiles in runs] == [(1, 1), (2, 4)]
     for few_or_long in (
         moe_heuristics.moe_tiles(8192, 7168, 2048, 256, 8, **facts),
-        moe_heuristics.moe_tiles(8192, 2048, 768, 16, 8, rows=512, **facts),  # an eighth of the experts
+        moe_heuristics.moe_tiles(8192, 2048, 768, 16, 8, global_experts=128, **facts),  # an eighth of the experts
         moe_heuristics.moe_tiles(8192, 768, 768, 128, 8, **facts),
     ):
         assert (few_or_long.first.run, few_or_long.second.run) == (1, 1)
@@ -302,8 +302,10 @@ def test_few_experts_split_k_of_the_second_product(kind, shares, one_token):
     tiles = [mixtral(tokens, experts=8, top_k=2) for tokens in (1, 2, 4, 8, 16)]
     assert [(t.first.split_k, t.second.split_k) for t in tiles] == [(1, n) for n in shares]
     assert str(tiles[0].second) == one_token
-    # Of experts that are elsewhere in part, only those here count.
-    assert mixtral(4, experts=4, top_k=2, rows=1).second == mixtral(4, experts=4, top_k=1).second
+    # Of experts that are elsewhere in part, only those here count: half as many programs.
+    assert mixtral(8, experts=4, top_k=2, global_experts=8).second.split_k != shares[3]
+    # Blocks of more rows are measured with whole sums only.
+    assert mixtral(64, hidden=256, experts=8, top_k=2).second.split_k == 1
     # Nothing sums shares of batched experts, and how many there are depends on the number of tokens.
     assert mixtral(2, experts=8, batched=True).second.split_k == 1
     assert mixtral(1, experts=8, top_k=2, batch_invariant=True).second.split_k == 1
@@ -322,6 +324,22 @@ def test_what_the_gpu_lane_has_of_shares(kind):
     assert fourbit.moe_tiles(3, 1000, 5200, 16, 2, kind=kind).second.split_k > 1
 
 
+@pytest.mark.parametrize(
+    "tokens, top_k, experts, of, read",
+    [
+        (1, 2, 8, 8, 2),
+        (2, 2, 8, 8, 3.5),
+        (1, 8, 8, 8, 8),
+        (1, 8, 16, 128, 1),
+        (9, 10, 4, 4, 4),
+        (3, 2, 0, 0, 0),
+        (0, 2, 8, 8, 0),
+    ],
+)
+def test_experts_that_have_tokens(tokens, top_k, experts, of, read):
+    assert moe_heuristics.experts_read(tokens, top_k, experts, of) == read
+
+
 def test_only_promoted_sums_of_bytes_split_k():
     facts = {"hidden": 4096, "intermediate": 14336, "experts": 8, "top_k": 2, "group": 128}
     block = {"operands": "fp8", "first_cell": 128, "second_cell": 128}
@@ -330,6 +348,9 @@ def test_only_promoted_sums_of_bytes_split_k():
     for others in ({"operands": "16bit"}, {"operands": "fp8", "exact": False}):
         assert moe_heuristics.moe_tiles(4, **facts | {"group": None}, **others).second.split_k == 1
     assert moe_heuristics.moe_tiles(2, **facts, **block, batched=True).second.split_k == 1
+    assert moe_heuristics.moe_tiles(64, **facts | {"hidden": 256}, **block).second.split_k == 1  # blocks of 32 rows
+    here = moe_heuristics.moe_tiles(8, **facts | {"experts": 4}, **block, global_experts=8)
+    assert here.second.split_k > shares[2]
     oss = moe_heuristics.moe_tiles(2, 2880, 2880, 128, 4, **block, group=128)  # of which 128 leaves a rest
     assert oss.second.split_k == 2
 

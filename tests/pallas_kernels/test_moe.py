@@ -375,3 +375,23 @@ def test_nothing_sums_shares_of_batched_experts():
     counts = jnp.zeros(4, jnp.int32)
     with pytest.raises(ValueError, match=r"second\.split_k 4 must be 1"):
         batch_of(jnp.zeros((4, 8, 64)), counts, cases.arrays(layer), cases.spec_of(case, layer, HOWS["split"]))
+
+
+def test_expanded_weights_are_not_in_shares():
+    case = Case()
+    layer = cases.layer(case)
+    spec = replace(cases.spec_of(case, layer, HOWS["split"]), expands=True)
+    x, weights = cases.tokens(case)
+    with pytest.raises(ValueError, match="splits K of a run of tiles, single slots or expanded weights"):
+        layer_of(x, cases.arrays(layer), weights, jnp.zeros((5, 2), jnp.int32), spec)
+
+
+def test_shares_are_not_rounded_before_they_are_added_up():
+    # 257 and -256, of which bfloat16 holds 256 and -256.
+    w2 = jnp.concatenate([jnp.full(32, 8.0).at[0].set(9), jnp.full(32, -8.0)])
+    w13 = jnp.stack([jnp.ones((64, 16)), jnp.zeros((64, 16))]) / 16
+    experts = Experts(w13[None].astype(jnp.bfloat16), jnp.broadcast_to(w2, (1, 16, 64)).astype(jnp.bfloat16))
+    spec = ExpertsSpec(tiles=tiles(split=2), activation=GATE_ALONE)
+    ones = jnp.ones((1, 1), jnp.float32)
+    found = layer_of(jnp.ones((1, 16), jnp.bfloat16), experts, ones, jnp.zeros((1, 1), jnp.int32), spec)
+    assert found.tolist() == [[1.0] * 16]

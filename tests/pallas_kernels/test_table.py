@@ -180,6 +180,7 @@ def test_a_bad_file_is_named_with_its_entry(text, message):
         ({"pieces": 256}, "is none that a GPU runs"),
         ({"block_n": 64, "pieces": 8}, "tile.pieces 8 leaves less than 16 of block_n 64"),
         ({"block_n": 2**40}, "has more than 1048576 elements"),
+        ({"split_k": 128}, "tile.split_k 128 must be at most 64"),
         ({"run": 2**31}, "tile.run 2147483648 and tile.group 8 must be at most 1048576"),
         ({"group": 2**40}, "tile.group 1099511627776 must be at most 1048576"),
     ],
@@ -197,11 +198,14 @@ def test_a_bad_tile_is_told_of(changes, message):
         ("moe", {}, True),
         ("batched_experts", {}, False),
         ("moe", {"run": 2}, False),
+        ("single", {}, False),
     ],
 )
 def test_shares_of_the_second_products_k_are_told_of_where_nothing_sums_them(op, changes, fine):
     tile = plain()["tiles"]["tile"] | {"split_k": 1}
-    given = text_of(plain(op=op, tiles={"first": tile, "second": tile | {"split_k": 4} | changes}))
+    single = {"single": True} if op == "single" else {}
+    op = "moe" if single else op
+    given = text_of(plain(op=op, tiles={"first": tile, "second": tile | {"split_k": 4} | changes} | single))
     if fine:
         assert table.parse(given, "t.json")[0].tiles.second.split_k == 4
         return

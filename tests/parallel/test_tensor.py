@@ -85,14 +85,13 @@ def test_experts_are_those_of_one_device(recipe, split):
     assert_close(y, expected)
 
 
-def test_rows_of_an_expert_are_spread_over_the_experts_of_all_devices():
+def test_tokens_are_spread_over_the_experts_of_all_devices():
     with jax.set_mesh(mesh()):
         for how in MOE.values():
             plan = jmoe.explain(lambda *a, how=how: parallel.fused_moe(*a, **how), *moe_arguments())
             [(op, _)] = plan.entries
             assert op.global_experts == E
             assert op.experts == (E // op.shards.experts if how.get("expert_axes") else E)
-            assert op.rows_an_expert == -(-op.tokens * op.top_k // E)
 
 
 def test_the_reference_is_that_of_one_device_too():
