@@ -230,8 +230,11 @@ def _fastest(ran: Sequence[tuple[table.Tiles, Kernels]]) -> tuple[table.Tiles, f
     best = whole
     for members in groups.values():
         first_of = min(members, key=lambda member: member[1])
-        second_of = min(members, key=lambda member: member[2])
-        us = first_of[1] + second_of[2] + min(member[3] for member in members)
-        if us < best[1]:
-            best = dataclasses.replace(first_of[0], second=second_of[0].second), us
+        # What follows the second product adds up its shares of K.
+        shares = {tiles.second.split_k for tiles, *_ in members}
+        rest_of = {n: min(rest for tiles, _, _, rest in members if tiles.second.split_k == n) for n in shares}
+        seconds = [(second + rest_of[tiles.second.split_k], tiles.second) for tiles, _, second, _ in members]
+        us, tile = min(seconds, key=lambda found: found[0])
+        if first_of[1] + us < best[1]:
+            best = dataclasses.replace(first_of[0], second=tile), first_of[1] + us
     return best

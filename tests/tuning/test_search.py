@@ -64,6 +64,24 @@ def test_each_product_of_a_layer_takes_its_own_fastest_tile_among_blocks_of_one_
     assert (trial.entry.us, trial.entry.heuristic_us) == (40 + 25 + 5, 85)
 
 
+@pytest.mark.parametrize("combine, split", [(6, 4), (8, 1)])
+def test_what_adds_up_shares_of_k_counts_as_the_second_products(combine, split, tmp_path):
+    op = catalogue.experts(MODELS["mixtral"], recipe("int4"), 4)
+    assert {tiles.second.split_k for tiles in plan_of(op, "h200").tiles} == {1, 4}
+
+    def clock(op, tiles):
+        return [
+            [("moe_first", 50 - i), *([("moe_second", 20), ("combine", combine)] if t.second.split_k > 1 else WHOLE_K)]
+            for i, t in enumerate(tiles)
+        ]
+
+    [trial] = tune([op], tmp_path / "t.json", device="h200", measure=clock)
+    assert trial.entry.tiles.second.split_k == split and trial.entry.us == 47 + min(20 + combine, 27)
+
+
+WHOLE_K = [("moe_second", 25), ("combine", 2)]
+
+
 def test_where_kernels_are_not_told_apart_whole_calls_are_compared(tmp_path):
     def clock(op, tiles):
         return [[("call", us)] for us in (85, 90, 70, 80)]
