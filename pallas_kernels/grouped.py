@@ -170,6 +170,13 @@ def place(program: Array, w: Weights, rows: Rows, product: Product) -> At:
     return At(layer, block, run * product.tile.run, share)
 
 
+def after_sums(at: At, w: Weights, product: Product) -> At:
+    """In a kernel: ``at`` once K is done. Of packed weights the layer is read again, whose addresses would otherwise
+    take registers over the loop; others gained nothing by it.
+    """
+    return at if product.packing is None else at._replace(layer=layer_of(w))
+
+
 class Block(NamedTuple):
     """A block of rows: whether it is used, its expert, its slots, which of these are not padding, their rows of x."""
 

@@ -259,8 +259,8 @@ def _first(
     tiles = product.tiles(product.columns(w))
 
     def finish(product: Product, at: At, totals: grouped.Sums) -> None:
-        # Located again, so that no slots and addresses are held in registers over the loop.
-        at = at._replace(layer=grouped.layer_of(w))
+        # Located again, so that no slots are held in registers over the loop.
+        at = grouped.after_sums(at, w, product)
         block = grouped.locate(rows, at.block, product)
         index, inside = _where(block, at, w, product)
         halves = []
@@ -402,8 +402,8 @@ def _second(
     at = grouped.place(program, w, rows, product)
 
     def finish(product: Product, at: At, totals: grouped.Sums) -> None:
-        # Located again, so that no slots and addresses are held in registers over the loop.
-        at = at._replace(layer=grouped.layer_of(w))
+        # Located again, so that no slots are held in registers over the loop.
+        at = grouped.after_sums(at, w, product)
         block = grouped.locate(rows, at.block, product)
         places, narrow = grouped.pieces(at, product)
         for place, total in zip(places, totals, strict=True):

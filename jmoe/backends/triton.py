@@ -48,7 +48,7 @@ def plan(op: OpSpec, device: DeviceSpec, *, explicit: bool) -> Plan:
     accumulation = op.accumulation or "exact"
     workspace = packed.workspace(op, _chunk(op) or op.tokens)
     multiplied = packed.expanded(op) if workspace else op
-    # Products with vectors, a slot at a time, have nothing to expand weights for.
+    # Products with vectors, and shares of K, are for fewer tokens than weights are expanded for.
     measured = tuned.find(multiplied, device, accumulation, few=not workspace)
     tiles, origin = measured or (heuristic_tiles(multiplied, device, accumulation), "heuristic")
     return Plan(

@@ -123,7 +123,7 @@ def moe_tiles(
       halves: of w13, 2 if gated.
       exact: e4m3 sums are promoted to float32 every 128 of K.
       batched: for ``batched_experts``.
-      global_experts: with those that are elsewhere.
+      global_experts: E_global, where some are elsewhere; fewer than ``experts`` are as many.
       capability: compute capability times ten.
       sm_count: streaming multiprocessors.
       batch_invariant: the choice may not depend on ``tokens``.

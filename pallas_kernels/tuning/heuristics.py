@@ -54,6 +54,9 @@ class MatmulTile:
 SHORT_STEPS = 2
 """Steps of K of weights that are not packed that a run of tiles writes out, so that x is read once."""
 
+_SHARE = 10
+"""Steps of K that a share has at least."""
+
 _SHARED_MEMORY = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 """KiB of shared memory a block can have, by compute capability (CUDA C++ programming guide, table of technical
 specifications)."""
@@ -65,10 +68,6 @@ _BYTES = {"fp8": (1, 1), "int8": (1, 1), "w8a16": (2, 1), "16bit": (2, 2), "32bi
 def shared_memory(capability: int) -> int:
     """Bytes of shared memory a program can use; an unknown GPU is taken for a small one."""
     return _SHARED_MEMORY.get(capability, 99) * 1024
-
-
-_SHARE = 10
-"""Steps of K that a share has at least."""
 
 
 def even_shares(programs: float, steps: int, sm_count: int) -> int:

@@ -72,7 +72,7 @@ def moe_tiles(
       exact: FP8 sums are promoted to float32 at least every 128 of K.
       batched: for ``batched_experts``.
       batch_invariant: the choice may not depend on ``tokens``.
-      global_experts: with those that are elsewhere.
+      global_experts: E_global, where some are elsewhere; fewer than ``experts`` are as many.
       capability: compute capability times ten.
       sm_count: streaming multiprocessors.
     """

@@ -280,6 +280,26 @@ def test_rows_of_many_exponents_are_the_references(tokens, intermediate):
     assert moe_cases.relative_error(found, wanted) < case.bar
 
 
+@pytest.mark.parametrize("recipe", ["mxfp4", "mxfp4_a8", "int4"])
+@pytest.mark.parametrize("sizes", [cases.LONG, LAYERS[3]], ids=["shares of K", "blocks of 64"])
+def test_a_layer_of_several_has_the_bits_of_one_alone(recipe, sizes):
+    """Of mxfp4_a8 some rows go through K in passes."""
+    if not is_served(recipe):
+        pytest.skip("no FP8 tensor cores")
+    case = Case(recipe=recipe, bias=True, **sizes)
+    layer, (x, weights) = moe_cases.layer(case), moe_cases.tokens(case)
+    wide = [q.dequantize().at[..., ::7, :].mul(_falling(q.shape[-1], 40)) for q in (layer.w13, layer.w2)]
+    w13, w2 = (jmoe.quantize(w, recipe) for w in wide)
+    layer = layer._replace(w13=w13, w2=w2)
+    ids = jnp.asarray(moe_cases.routing("uniform", case))
+    run = jax.jit(functools.partial(fused_moe, spec=cases.spec_of(case, layer, **device_facts())))
+    alone = cases.experts_of(layer)
+    stacked = jax.tree.map(lambda a: jnp.stack([jnp.zeros_like(a), a, jnp.ones_like(a)]), alone)
+    y = run(x, alone, weights, ids)
+    assert jnp.isfinite(y).all() and y.any()
+    assert jnp.array_equal(run(x, stacked._replace(layer=jnp.int32(1)), weights, ids), y)
+
+
 def _falling(columns: int, exponents: int) -> jax.Array:
     """Powers of two from 1 down to 2**-exponents, a group of 32 columns each, over and over."""
     return jnp.exp2(-(jnp.arange(columns) // 32 * 7 % (exponents + 1)).astype(jnp.float32))

@@ -237,6 +237,23 @@ def test_programs_that_make_several_tiles_make_equal_bits(recipe, hidden, tokens
     assert jnp.array_equal(*found)
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_tensor", "fp8_block", "fp8_w8a16", "int8"])
+@pytest.mark.parametrize("tokens, shares", [(7, 1), (7, 2), (1500, 1)])
+def test_a_layer_of_several_has_the_bits_of_one_alone(recipe, tokens, shares):
+    case = Case(recipe=recipe, tokens=tokens, hidden=1000, intermediate=1000, experts=6, top_k=2, bias=True)
+    skip_if_not_served(case)
+    layer, x, weights = made(case)
+    ids = jnp.asarray(cases.routing("zipf", case))
+    tiles = cases.tiles_of(case, layer, **device_facts())
+    tiles = replace(tiles, second=replace(tiles.second, split_k=shares, run=1 if shares > 1 else tiles.second.run))
+    run = jax.jit(functools.partial(fused_moe, spec=cases.spec_of(case, layer, tiles)))
+    alone = cases.arrays(layer)
+    stacked = jax.tree.map(lambda a: jnp.stack([jnp.zeros_like(a), a, jnp.ones_like(a)]), alone)
+    y = run(x, alone, weights, ids)
+    assert jnp.isfinite(y).all() and y.any()
+    assert jnp.array_equal(run(x, stacked._replace(layer=jnp.int32(1)), weights, ids), y)
+
+
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_tensor", "fp8_channel", "fp8_block", "fp8_block:block=64", "int8"])
 @pytest.mark.parametrize("shares, tokens", [(2, 7), (4, 40), (8, 300)])
 def test_shares_of_k_are_the_reference(recipe, shares, tokens):
