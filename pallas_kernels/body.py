@@ -49,8 +49,10 @@ def grouped_order(program: Array, rows: int, cols: int, group: int) -> tuple[Arr
     return first + lax.rem(within, height), lax.div(within, height)
 
 
-def steps_of(share: Array, shares: int, count: int) -> tuple[Array, Array]:
-    """The first of ``count`` steps that one of several equal shares has, and the one it ends before."""
+def steps_of(share: Array | None, shares: int, count: int) -> tuple[Array | int, Array | int]:
+    """The first of ``count`` steps that one of several equal shares has, and the one it ends before; None has all."""
+    if share is None:
+        return 0, count
     length = pl.cdiv(count, shares)
     first = share * length
     return first, jnp.minimum(first + length, count)
@@ -200,31 +202,29 @@ def code_scale(
     return jnp.where(bad, np.float32(np.nan), scale), inverse
 
 
-def magnitude(x: Array, good: Array, codes: jax.typing.DTypeLike) -> Array:
+def magnitude(x: Array, codes: jax.typing.DTypeLike) -> Array:
     """What ``code_scale`` takes the largest of: |x|; where x is not finite, infinity for int8 and 0 for e4m3."""
-    return jnp.where(good, jnp.abs(x), np.float32(np.inf if codes == jnp.int8 else 0))
+    size = jnp.abs(x)
+    return jnp.where(size < np.float32(np.inf), size, np.float32(np.inf if codes == jnp.int8 else 0))
 
 
-def codes_of(scaled: Array, good: Array, codes: jax.typing.DTypeLike) -> Array:
-    """``fp8_codes``, or int8 codes: to nearest even, -127 to 127, any where not ``good``."""
+def codes_of(x: Array, inverse: Array, codes: jax.typing.DTypeLike, *, saturates: bool) -> Array:
+    """Codes of float32 ``x * inverse``, to nearest even; where x is not finite, e4m3's NaN and any of int8.
+
+    What is out of range ``saturates``; with the scale of x's own largest nothing is, and a rounded 448 or 127 remains
+    one.
+    """
+    if codes != jnp.int8 and not saturates:
+        return lowering.times_or_nan(x, inverse).astype(F8)
+    scaled = x * inverse
+    if saturates:
+        largest = np.float32(INT8_MAX if codes == jnp.int8 else F8_MAX)
+        scaled = jnp.clip(scaled, -largest, largest)
     if codes != jnp.int8:
-        return fp8_codes(scaled, good)
-    clipped = jnp.clip(scaled, np.float32(-INT8_MAX), np.float32(INT8_MAX))
+        return jnp.where(jnp.abs(x) < np.float32(np.inf), scaled, np.float32(np.nan)).astype(F8)
     # The sum is rounded to a whole number, whose two's complement ends its mantissa: Triton has no rounding of its own.
-    word = lax.bitcast_convert_type(clipped + np.float32(1.5 * 2**23), jnp.int32)
+    word = lax.bitcast_convert_type(scaled + np.float32(1.5 * 2**23), jnp.int32)
     return word.astype(jnp.int8)
-
-
-def finite(x: Array) -> tuple[Array, Array]:
-    """Where float32 ``x`` is finite, and ``x`` with 0 elsewhere."""
-    good = jnp.abs(x) < np.float32(np.inf)
-    return good, jnp.where(good, x, np.float32(0))
-
-
-def fp8_codes(scaled: Array, good: Array) -> Array:
-    """Codes of float32 values already divided by their scale: to nearest even, saturating, NaN where not ``good``."""
-    clipped = jnp.clip(scaled, np.float32(-F8_MAX), np.float32(F8_MAX))
-    return jnp.where(good, clipped, np.float32(np.nan)).astype(F8)
 
 
 def quantize_tile(
@@ -234,10 +234,9 @@ def quantize_tile(
 
     A non-finite element gets the NaN code and does not count for its line's scale; in int8 that scale is NaN.
     """
-    good, x = finite(x)
-    amax = jnp.max(magnitude(x, good, codes), axis=axis)
+    amax = jnp.max(magnitude(x, codes), axis=axis)
     scale, inverse = code_scale(amax, codes, floor=floor, power_of_two=power_of_two)
-    return codes_of(x * jnp.expand_dims(inverse, axis), good, codes), scale
+    return codes_of(x, jnp.expand_dims(inverse, axis), codes, saturates=False), scale
 
 
 def silu(x: Array, alpha: float | Array = 1.0) -> Array:

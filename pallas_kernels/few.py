@@ -8,7 +8,6 @@ where a weight is used once or twice; slots of one expert read it at about the s
 cache. x and h are quantised where they are read, by every program that reads them. Sums are float32.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -189,8 +188,7 @@ def _first_kernel(
         column = block * facts.tile.block_n + arange(facts.tile.block_n)
         store(h_ref, (slot, column), h.astype(h_ref.dtype), mask=column < columns)
         if measure is not None:
-            good, h = body.finite(jnp.where(column < columns, h, 0))
-            store(amax_ref, (program,), jnp.max(body.magnitude(h, good, measure)))
+            store(amax_ref, (program,), jnp.max(body.magnitude(jnp.where(column < columns, h, 0), measure)))
 
     if amax_ref is not None:
 
@@ -254,7 +252,9 @@ def _products(vectors: Vectors, w: Weights, rows: _Rows, block: Array, facts: Fa
         sums = _packed_sums(read, w, at, halves, facts, facts.packing)
         return [_finish(total, factor, w, at, half, facts) for half, total in enumerate(sums)]
 
-    def step(i: Array, sums: list[Array], *, masked: bool) -> list[Array]:
+    masked = k % tile.block_k != 0
+
+    def step(i: Array, sums: list[Array]) -> list[Array]:
         column = i * tile.block_k + arange(tile.block_k)
         inside = column < k if masked else None
         weights = [_load_weights(w, at, half, column, inside) for half in range(halves)]
@@ -267,9 +267,7 @@ def _products(vectors: Vectors, w: Weights, rows: _Rows, block: Array, facts: Fa
         return found
 
     zeros = [jnp.zeros((*rows.row.shape, tile.block_n, tile.block_k), jnp.float32)] * halves
-    sums = lowering.loop(k // tile.block_k, functools.partial(step, masked=False), zeros)
-    if k % tile.block_k:
-        sums = step(jnp.int32(k // tile.block_k), sums, masked=True)
+    sums = lowering.loop(pl.cdiv(k, tile.block_k), step, zeros)
     return [_finish(jnp.sum(total, axis=-1), factor, w, at, half, facts) for half, total in enumerate(sums)]
 
 
@@ -299,8 +297,10 @@ def _packed_sums(read: "_Read", w: Weights, at: _At, halves: int, facts: Facts, 
     packed = Packed(w.data, w.scale, w.zero_point, w.global_scale)
     width = tile.block_k // packing.runs
 
-    def step(i: Array, sums: list[Array], *, masked: bool) -> list[Array]:
-        operands = [fourbit.Operands(packed, part, packing, tile, i, masked) for part in parts]
+    masked = packing.k % tile.block_k != 0
+
+    def step(i: Array, sums: list[Array]) -> list[Array]:
+        operands = [fourbit.Operands(packed, part, packing, tile, i) for part in parts]
         for j in range(packing.runs):
             column = fourbit.columns_of_runs(packing, tile.block_k, i, j, 1)
             x = jnp.expand_dims(read(column, column < packing.k if masked else None), -2)
@@ -309,10 +309,7 @@ def _packed_sums(read: "_Read", w: Weights, at: _At, halves: int, facts: Facts, 
         return sums
 
     sums = [jnp.zeros((*shape, width), jnp.float32)] * halves
-    whole = packing.k // tile.block_k
-    sums = lowering.loop(whole, functools.partial(step, masked=False), sums)
-    if packing.k % tile.block_k:
-        sums = step(jnp.int32(whole), sums, masked=True)
+    sums = lowering.loop(pl.cdiv(packing.k, tile.block_k), step, sums)
     scales = [fourbit.row_scale(packed, part, packing).reshape(shape) for part in parts]
     return [jnp.sum(total, axis=-1) * scale for total, scale in zip(sums, scales, strict=True)]
 
@@ -396,8 +393,8 @@ def _reader(vectors: Vectors, rows: _Rows, facts: Facts) -> tuple[_Read, Array |
     factor, inverse = _scale_of(vectors, values, rows, facts)
 
     def coded(column: Array, inside: Array | None) -> Array:
-        good, x = body.finite(values(column, inside))
-        return body.codes_of(x * rows.after(inverse, 1), good, scheme.codes).astype(jnp.float32)
+        x, saturates = values(column, inside), scheme.scale == "static"
+        return body.codes_of(x, rows.after(inverse, 1), scheme.codes, saturates=saturates).astype(jnp.float32)
 
     return coded, factor
 
@@ -418,8 +415,7 @@ def _scale_of(vectors: Vectors, values: _Read, rows: _Rows, facts: Facts) -> tup
 
     def measure(i: Array, amax: Array) -> Array:
         column = i * tile.block_k + arange(tile.block_k)
-        good, x = body.finite(values(column, column < k))
-        return jnp.maximum(amax, body.magnitude(x, good, scheme.codes))
+        return jnp.maximum(amax, body.magnitude(values(column, column < k), scheme.codes))
 
     zeros = jnp.zeros((*rows.row.shape, tile.block_k), jnp.float32)
     amax = jnp.max(lowering.loop(pl.cdiv(k, tile.block_k), measure, zeros), axis=-1)

@@ -226,7 +226,7 @@ def for_used(rows: Rows, at: At, product: Product, make: Callable[[Block, Produc
     if not tile.short:
         pl.when(whole.used)(lambda: make(whole, product))
         return whole
-    short = replace(product, tile=replace(tile, block_m=tile.short, short=0), stride=tile.block_m)
+    short = replace(product, tile=replace(tile, block_m=tile.short), stride=tile.block_m)
     full = locate(rows, at.block, product, jnp.int32(tile.short)).live
     pl.when(whole.used & full)(lambda: make(whole, product))
     pl.when(whole.used & ~full)(lambda: make(locate(rows, at.block, short), short))
@@ -272,9 +272,9 @@ class _Steps:
         return pl.cdiv(self.k, self.step)
 
     @property
-    def whole(self) -> int:
-        """Leading steps that lie inside K and their cell entirely."""
-        return 0 if self.straddled else self.k // self.step
+    def cut(self) -> bool:
+        """Whether some step ends beyond K or its cell."""
+        return self.straddled or self.k % self.step != 0
 
     def span(self, i: Array) -> tuple[Array, Array | int]:
         """First column of step ``i``, and the one it ends before if it is not whole."""
@@ -317,15 +317,14 @@ def for_tiles(x: Input, w: Weights, block: Block, at: At, product: Product, fini
 def _short_run(
     x: Input, w: Weights, block: Block, at: At, product: Product, steps: _Steps, count: Array | int, finish: _Finish
 ) -> None:
-    masked = steps.whole < steps.count
     parts = range(steps.count)
-    operands = [_operand(x, block, product, steps, jnp.int32(i), masked=masked) for i in parts]
+    operands = [_operand(x, block, product, steps, jnp.int32(i)) for i in parts]
 
     def make(number: Array, carry: None) -> None:
         here = at._replace(tile=at.tile + number)
         sums = _zeros(w, product)
         for i in parts:
-            sums = _step(operands[i], w, block, here, product, steps, jnp.int32(i), sums, masked=masked)
+            sums = _step(operands[i], w, block, here, product, steps, jnp.int32(i), sums)
         finish(here, sums)
 
     lowering.loop(count, make, None)
@@ -337,14 +336,13 @@ def _long_run(
     """Every turn is a step of K of some tile: for sums that are promoted. Others are right, but slow: the tensor core
     could not go on with an accumulator that a turn may have set to zero, so that each product is waited for.
     """
-    masked = steps.whole < steps.count
 
     def make(turn: Array, sums: Sums) -> Sums:
         number = body.div(turn, steps.count)
         i = turn - number * steps.count
         here = at._replace(tile=at.tile + number)
-        left = _operand(x, block, product, steps, i, masked=masked)
-        sums = _step(left, w, block, here, product, steps, i, sums, masked=masked)
+        left = _operand(x, block, product, steps, i)
+        sums = _step(left, w, block, here, product, steps, i, sums)
 
         def end() -> Sums:
             finish(here, sums)
@@ -364,20 +362,17 @@ def _zeros(w: Weights, product: Product) -> Sums:
 
 
 def _sums(x: Input, w: Weights, block: Block, at: At, product: Product, steps: _Steps) -> Sums:
-    """The sums of one tile."""
+    """The sums of one tile, or of its share of K.
 
-    def step(i: Array, sums: Sums, *, masked: bool) -> Sums:
-        left = _operand(x, block, product, steps, i, masked=masked)
-        return _step(left, w, block, at, product, steps, i, sums, masked=masked)
+    Where a step is cut all have a mask: a last one of its own, behind the loop, would wait for its loads.
+    """
 
-    if at.share is not None:
-        first, last = body.steps_of(at.share, product.tile.split_k, steps.count)
-        ragged = functools.partial(step, masked=steps.whole < steps.count)
-        return lowering.loop(last, ragged, _zeros(w, product), start=first)
-    if steps.straddled:
-        return lowering.loop(steps.count, functools.partial(step, masked=True), _zeros(w, product))
-    sums = lowering.loop(steps.whole, functools.partial(step, masked=False), _zeros(w, product))
-    return step(jnp.int32(steps.whole), sums, masked=True) if steps.whole < steps.count else sums
+    def step(i: Array, sums: Sums) -> Sums:
+        left = _operand(x, block, product, steps, i)
+        return _step(left, w, block, at, product, steps, i, sums)
+
+    first, last = body.steps_of(at.share, product.tile.split_k, steps.count)
+    return lowering.loop(last, step, _zeros(w, product), start=first)
 
 
 def _for_packed_tiles(
@@ -427,14 +422,12 @@ def _part(block: Block, at: At, half: int, tile: MatmulTile) -> fourbit.Part:
     return fourbit.Part((at.layer, block.expert, half), columns_of(at, tile))
 
 
-def _operand(
-    x: Input, block: Block, product: Product, steps: _Steps, i: Array, *, masked: bool
-) -> tuple[Array, Array | None]:
+def _operand(x: Input, block: Block, product: Product, steps: _Steps, i: Array) -> tuple[Array, Array | None]:
     """Step ``i`` of a block's rows of x, and their scales if these change along K."""
     first, limit = steps.span(i)
     column = first + arange(product.tile.block_k)
-    valid = (column < limit)[None, :] if masked else None
-    a = load(x.data, (block.row[:, None], column[None, :]), mask=valid, other=0 if masked else None)
+    valid = (column < limit)[None, :] if steps.cut else None
+    a = load(x.data, (block.row[:, None], column[None, :]), mask=valid, other=0 if steps.cut else None)
     if product.x_group == WHOLE:
         return a, None
     return a, body.decode_scale(load(x.scale, (block.row, body.div(first, product.x_group))))
@@ -449,8 +442,6 @@ def _step(
     steps: _Steps,
     i: Array,
     sums: Sums,
-    *,
-    masked: bool,
 ) -> Sums:
     """The sums after step ``i`` of K, of which ``left`` is what ``_operand`` gives."""
     (a, s_x), s_w = left, None
@@ -458,11 +449,11 @@ def _step(
     tile = product.tile
     first, limit = steps.span(i)
     column = first + arange(tile.block_k)
-    valid = (column < limit)[None, :] if masked else None
+    valid = (column < limit)[None, :] if steps.cut else None
     result = []
     for (at, half), acc in zip(itertools.product(places, range(w.data.shape[2])), sums, strict=True):
         index, col = (at.layer, block.expert, half), _existing_columns(w, at, product)
-        codes = load(w.data, (*index, col[:, None], column[None, :]), mask=valid, other=0 if masked else None)
+        codes = load(w.data, (*index, col[:, None], column[None, :]), mask=valid, other=0 if steps.cut else None)
         b = body.decode_e4m3(codes, a.dtype) if codes.dtype == jnp.uint8 else body.as_operand(codes, a.dtype)
         pair = (b, a) if tile.swap else (a, b)
         if product.cell is None:

@@ -39,6 +39,7 @@ from jax.experimental.pallas import triton as plgpu
 from jax.extend import core as jex
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
+from jaxlib.mlir.dialects import arith
 from jaxlib.mlir.dialects import math as math_dialect
 from jaxlib.triton import dialect as tt
 
@@ -264,6 +265,23 @@ def fma(a: Array, b: Array, c: Array) -> Array:
     """
     a, b = (jnp.broadcast_to(x, c.shape) for x in (a, b))
     return _fma_p.bind(a, b, c)
+
+
+_times_or_nan_p = _primitive(
+    "jmoe_times_or_nan",
+    lambda x, factor, zero: jnp.where(jnp.abs(x) < np.float32(np.inf), x * factor, np.float32(np.nan)),
+    lambda x, factor, zero: ShapedArray(x.shape, x.dtype),
+    lambda ctx, x, factor, zero: math_dialect.fma(x, factor, arith.mulf(x, zero)),
+)
+
+
+def times_or_nan(x: Array, factor: Array) -> Array:
+    """``x * factor`` of a float32 tile, NaN where ``x`` is not finite; ``factor``, finite, broadcasts to ``x``.
+
+    In Triton x times 0 is added, which is NaN there, and else a zero of the product's sign: half of what it takes to
+    compare and to choose.
+    """
+    return _times_or_nan_p.bind(x, jnp.broadcast_to(factor, x.shape), jnp.zeros_like(x))
 
 
 _erfc_p = _primitive(

@@ -67,6 +67,11 @@ class _Static(NamedTuple):
             return pl.cdiv(self.k, self.cell) * self.steps_a_cell
         return pl.cdiv(self.k, self.tile.block_k)
 
+    @property
+    def cut(self) -> bool:
+        """Whether some step ends beyond K or its cell."""
+        return self.straddles or self.k % self.tile.block_k != 0
+
 
 def linear(
     x: Array,
@@ -204,25 +209,19 @@ def _oriented(static: _Static, row: Any, col: Any) -> tuple[Any, Any]:
 
 
 def _sums_over_k(ref: dict[str, Any], places: list[_At], part: Array, static: _Static) -> list[Array]:
-    """The accumulator of each piece of a program's columns."""
+    """The accumulator of each piece of a program's columns.
+
+    Where a step is cut all have a mask: a last one of its own, behind the loop, would wait for its loads.
+    """
     tile = static.tile
     shape = (tile.block_n, tile.block_m) if tile.swap else (tile.block_m, tile.block_n)
     zeros = [jnp.zeros(shape, static.total)] * len(places)
     step = functools.partial(_step, ref, places, static)
-    ragged = static.straddles or static.k % tile.block_k != 0
-    if tile.split_k > 1:
-        first, last = body.steps_of(part, tile.split_k, static.steps)
-        return lowering.loop(last, functools.partial(step, masked=ragged), zeros, start=first)
-    if static.straddles:
-        return lowering.loop(static.steps, functools.partial(step, masked=True), zeros)
-    # Only the last step may need a mask.
-    sums = lowering.loop(static.k // tile.block_k, functools.partial(step, masked=False), zeros)
-    return step(jnp.int32(static.k // tile.block_k), sums, masked=True) if ragged else sums
+    first, last = body.steps_of(part if tile.split_k > 1 else None, tile.split_k, static.steps)
+    return lowering.loop(last, step, zeros, start=first)
 
 
-def _step(
-    ref: dict[str, Any], places: list[_At], static: _Static, i: Array, sums: list[Array], *, masked: bool
-) -> list[Array]:
+def _step(ref: dict[str, Any], places: list[_At], static: _Static, i: Array, sums: list[Array]) -> list[Array]:
     """The accumulators after step ``i`` of K."""
     tile = static.tile
     if static.straddles:
@@ -232,8 +231,8 @@ def _step(
     else:
         first, limit = i * tile.block_k, jnp.int32(static.k)
     column = first + arange(tile.block_k)
-    valid = (column < limit)[None, :] if masked else None
-    fill = 0 if masked else None
+    valid = (column < limit)[None, :] if static.cut else None
+    fill = 0 if static.cut else None
     row = places[0].row
     x = load(ref["x"], (row[:, None], column[None, :]), mask=valid, other=fill)
     s_x = s_w = None
@@ -295,16 +294,21 @@ def _epilogue(ref: dict[str, Any], at: _At, acc: Array, static: _Static) -> Arra
     return y if static.activation is None else body.ungated(static.activation, y)
 
 
+def finish_tile(m: int, n: int) -> MatmulTile:
+    """The tile of a program that sums the parts of a split K: two elements a thread, whose loads all wait at once."""
+    cols = min(512, body.pow2_at_least(n))
+    rows = min(512 // cols, body.pow2_at_least(m))
+    return MatmulTile(block_m=rows, block_n=cols, block_k=16, num_warps=8, num_stages=1)
+
+
 def _finish(parts: Array, given: dict[str, Array], static: _Static, out_dtype: Any, interpret: bool) -> Array:
     """The epilogue of a split K: sums the parts in ascending order."""
-    cols = min(512, body.pow2_at_least(static.n))
-    rows = min(max(1, 1024 // cols), body.pow2_at_least(static.m))
-    tile = MatmulTile(block_m=rows, block_n=cols, block_k=16, num_warps=4, num_stages=1)
+    tile = finish_tile(static.m, static.n)
     names = tuple(name for name in given if name not in ("x", "w"))
     return lowering.kernel_call(
         _finish_kernel,
         name="linear_finish",
-        grid=(pl.cdiv(static.m, rows) * pl.cdiv(static.n, cols),),
+        grid=(pl.cdiv(static.m, tile.block_m) * pl.cdiv(static.n, tile.block_n),),
         out_shape=jax.ShapeDtypeStruct((static.m, static.n), out_dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -272,8 +272,7 @@ def _first(
         _store_hidden(h, index, inside, operands.given, out, block, at, product, epilogue)
         if out.amax is not None:
             assert epilogue.scheme is not None
-            good, h = body.finite(jnp.where(inside, h, 0))
-            magnitude = body.magnitude(h, good, epilogue.scheme.codes)
+            magnitude = body.magnitude(jnp.where(inside, h, 0), epilogue.scheme.codes)
             store(out.amax, (at.block * tiles + at.tile,), jnp.max(magnitude))
 
     def make(block: Block, product: Product) -> None:
@@ -321,8 +320,7 @@ def _store_hidden(
     else:
         assert given is not None
         scale = jnp.maximum(load(given, (block.expert if given.shape[0] > 1 else 0,)), _F32_TINY)
-        good, h = body.finite(h)
-        codes = body.fp8_codes(h * lowering.reciprocal(scale), good)
+        codes = body.codes_of(h, lowering.reciprocal(scale), body.F8, saturates=True)
         if out.scale is not None:
             # Programs that share a row write the same value.
             store(out.scale, (block.slot, 0), jnp.broadcast_to(scale, block.slot.shape), mask=block.live)

@@ -346,7 +346,7 @@ def _static_kernel(program: Array, x_ref: Any, given_ref: Any, code_ref: Any, sc
     row, column = _tile_at(x_ref.shape, program)
     line = jnp.minimum(row, m - 1)
     scale = jnp.maximum(load(given_ref, (line, 0)), _F32_TINY)
-    _Part.of(x_ref, row, column).write(code_ref, lowering.reciprocal(scale)[:, None])
+    _Part.of(x_ref, row, column).write(code_ref, lowering.reciprocal(scale)[:, None], saturates=True)
     # Programs that share a row write the same value.
     store(scale_ref, (line, 0), scale)
 
@@ -364,10 +364,9 @@ def largest(partials_ref: Any) -> Array:
 
 
 class _Part(NamedTuple):
-    """A tile of x: its finite values (0 elsewhere), which are finite, which exist, and where it lies."""
+    """A tile of x, float32 and 0 past the end, which of it exists, and where it lies."""
 
     x: Array
-    good: Array
     inside: Array
     where: tuple[Array, Array]
 
@@ -376,16 +375,15 @@ class _Part(NamedTuple):
         m, k = x_ref.shape
         where = (row[:, None], column[None, :])
         inside = (where[0] < m) & (where[1] < k)
-        good, x = body.finite(load(x_ref, where, mask=inside, other=0).astype(jnp.float32))
-        return cls(x, good, inside, where)
+        return cls(load(x_ref, where, mask=inside, other=0).astype(jnp.float32), inside, where)
 
     def magnitude(self, codes: DTypeLike) -> Array:
         """What a scale of such codes is measured by."""
-        return body.magnitude(self.x, self.good, codes)
+        return body.magnitude(self.x, codes)
 
-    def write(self, code_ref: Any, inverse: Array) -> None:
+    def write(self, code_ref: Any, inverse: Array, *, saturates: bool = False) -> None:
         """Stores the codes that ``inverse``, the scale's reciprocal, gives."""
-        code = body.codes_of(self.x * inverse, self.good, code_ref.dtype)
+        code = body.codes_of(self.x, inverse, code_ref.dtype, saturates=saturates)
         store(code_ref, self.where, code, mask=self.inside)
 
 

@@ -119,7 +119,7 @@ def _kernel(w: Packed, layer: Any, out: Expanded, *, packing: Packing, steps: in
     rows = row_tile * ROWS + arange(ROWS)
     part = Part((body.existing(load(layer, (0,)), w.data.shape[0]), *matrix), rows)
     tile = MatmulTile(block_m=16, block_n=ROWS, block_k=tiles * COLUMNS, num_warps=4, num_stages=1)
-    operands = Operands(w, part, packing, tile, step, masked=False)
+    operands = Operands(w, part, packing, tile, step)
     inside = rows < packing.n
     for run in range(packing.runs):
         # Each run by itself: its columns lie in memory as those of the packed tile do.

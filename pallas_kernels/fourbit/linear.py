@@ -21,9 +21,6 @@ from pallas_kernels.fourbit.product import Part, Step
 from pallas_kernels.lowering import arange, load, store
 from pallas_kernels.tuning.heuristics import MatmulTile
 
-_FINISH_WARPS = 4
-_FINISH_COLUMNS = 512
-
 
 class _Ends(NamedTuple):
     """What comes after the sums: x's scales (M or 1, 1), bias (L, N), and which layer, (1,); or None."""
@@ -238,19 +235,18 @@ def _end(y: Array, ends: _Ends, part: Part, static: _Static, *, axis: int) -> Ar
 def _finish(parts: Array, ends: _Ends, static: _Static, out_dtype: Any, interpret: bool) -> Array:
     """Sums the parts of a split K in ascending order."""
     m, n = parts.shape[1:]
-    cols = min(_FINISH_COLUMNS, body.pow2_at_least(n))
-    rows = min(max(1, 1024 // cols), body.pow2_at_least(m))
+    tile = matmul.finish_tile(m, n)
     return lowering.kernel_call(
         _finish_kernel,
         name="linear_finish",
-        grid=(pl.cdiv(m, rows) * pl.cdiv(n, cols),),
+        grid=(pl.cdiv(m, tile.block_m) * pl.cdiv(n, tile.block_n),),
         out_shape=jax.ShapeDtypeStruct((m, n), out_dtype),
-        num_warps=_FINISH_WARPS,
-        num_stages=1,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
         interpret=interpret,
         static=static,
-        rows=rows,
-        cols=cols,
+        rows=tile.block_m,
+        cols=tile.block_n,
     )(parts, ends._replace(x_scale=None))
 
 

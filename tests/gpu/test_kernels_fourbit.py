@@ -129,6 +129,11 @@ DENSE = [
     (recipe, *shape) for recipe in cases.RECIPES for shape in ((1, 1000, 2880), (16, 1024, 8192), (300, 960, 2880))
 ]
 DENSE += [("mxfp4_a8", 4096, 512, 1024), ("int4", 4096, 512, 1024), ("mxfp4", 64, 4096, 512)]
+# Parts of K, of which the last has a step less, and steps that are cut short, in each of an H200's tiles.
+DENSE += [(recipe, 50, 12800, 2100) for recipe in ("mxfp4", "mxfp4_a8", "nvfp4_w4a16", "int4")]
+DENSE += [(recipe, m, 960, 2880) for recipe in ("mxfp4", "mxfp4_a8", "nvfp4_w4a16", "int4") for m in (24, 64, 200)]
+DENSE += [(recipe, 4100, 896, 1100) for recipe in ("mxfp4", "mxfp4_a8", "nvfp4_w4a16", "int4")]
+DENSE += [("mxfp4_a8", 60, 5760, 2880), ("mxfp4", 64, 5700, 2000), ("int4", 16, 960, 2400)]
 
 
 def dense_error(key: jax.Array, recipe: str, m: int, n: int, k: int, exponents: int = 0) -> jax.Array:
@@ -160,6 +165,13 @@ EXPERTS = [
     *(Case(recipe=recipe, **LAYERS[0] | {"tokens": 64}) for recipe in ("mxfp4", "mxfp4_a8", "nvfp4_w4a16", "int4")),
     *(Case(recipe="mxfp4_a8", bias=True, **LAYERS[0] | {"tokens": tokens}) for tokens in (400, 1000)),
     *(Case(recipe="mxfp4_a8", **LAYERS[1] | {"tokens": tokens}) for tokens in (200, 500)),
+    # Blocks of 128 rows whose last one is mostly full or mostly low; of 32 and 16 rows; and high ones of a ragged K.
+    *(Case(recipe=recipe, **LAYERS[2] | {"tokens": 640}) for recipe in ("mxfp4", "mxfp4_a8", "nvfp4_w4a16", "int4")),
+    *(
+        Case(recipe=recipe, **LAYERS[1] | {"tokens": tokens})
+        for recipe in ("mxfp4", "int4")
+        for tokens in (130, 600, 1000)
+    ),
     Case(recipe="int4_fp8", **LAYERS[1]),
     Case(recipe="int4_int8:group=32,zero_point", **LAYERS[2]),
     Case(recipe="int4:group=32,zero_point", gated=False, activation="relu2", bias=True, **LAYERS[1]),

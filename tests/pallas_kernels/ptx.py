@@ -1,4 +1,5 @@
-"""What ptxas says of the kernels of layers of experts: ``python -m tests.pallas_kernels.ptx RECIPE LAYER TOKENS ...``.
+"""What ptxas says of the kernels of a layer of experts, or a linear one: ``python -m tests.pallas_kernels.ptx RECIPE
+LAYER TOKENS``, where a linear layer is NxK.
 
 A process of its own, since XLA writes down the PTX that it makes only where it is told to before it starts. Prints a
 JSON object: kernel to what ``read`` found.
@@ -62,40 +63,51 @@ def main(recipe: str, layer: str, tokens: int) -> dict[str, Any]:
         import jmoe
         from jmoe.backends import triton
         from jmoe.backends.select import select
-        from jmoe.backends.spec import MoEArgs
+        from jmoe.backends.spec import LinearArgs, MoEArgs
         from jmoe.scheme import as_recipe
-        from jmoe.tuning.catalogue import MODELS, experts
+        from jmoe.tuning.catalogue import MODELS, experts, linear
         from jmoe.tuning.on_device import weight_shapes
         from tests.pallas_kernels import aot
 
-        op = experts(MODELS[layer], as_recipe(recipe), tokens)
+        if layer in MODELS:
+            op = experts(MODELS[layer], as_recipe(recipe), tokens)
+        else:
+            op = linear(*map(int, layer.split("x")), as_recipe(recipe), tokens)
 
         def made(shape: tuple[int, ...]) -> Any:
             w = jnp.zeros(shape, jnp.bfloat16)
             w = w if op.recipe.weight is None else jmoe.quantize(w, op.recipe)
             return jmoe.prepare(w, op=op, device="h200")
 
-        w13, w2 = (jax.eval_shape(lambda shape=shape: made(shape)) for shape in weight_shapes(op))
-        layout = getattr(w13, "layout", None)
+        weights = [jax.eval_shape(lambda shape=shape: made(shape)) for shape in weight_shapes(op)]
+        layout = getattr(weights[0], "layout", None)
         op = op if layout is None else op.replace(layout=layout.kind)
         selection = select(op, "h200", implementation=triton.NAME)
         op = op.replace(accumulation=selection.accumulation)
         tiles = triton.heuristic_tiles(op, jmoe.DeviceSpec.named("h200"), selection.accumulation)
         selection = dataclasses.replace(selection, tiles=tiles)
-        x = jax.ShapeDtypeStruct((tokens, op.hidden), jnp.bfloat16)
-        weights = jax.ShapeDtypeStruct((tokens, op.top_k), jnp.float32)
-        ids = jax.ShapeDtypeStruct((tokens, op.top_k), jnp.int32)
+        arrays = [jax.ShapeDtypeStruct((tokens, op.hidden), jnp.bfloat16), *weights]
+        if op.op == "moe":
+            arrays += [jax.ShapeDtypeStruct((tokens, op.top_k), dtype) for dtype in (jnp.float32, jnp.int32)]
 
         def call(*arrays: Any) -> Any:
-            return triton.fused_moe(op, selection, MoEArgs(*arrays))
+            if op.op == "moe":
+                return triton.fused_moe(op, selection, MoEArgs(*arrays))
+            return triton.linear(op, selection, LinearArgs(*arrays))
 
-        aot.compile_for(call, (x, w13, w2, weights, ids), spills=True)
+        aot.compile_for(call, arrays, spills=True)
         assembler = ptxas()
         assert assembler is not None
         files = [path for path in Path(folder).glob("*.ptx") if ".entry" in path.read_text()]
         found = dict(read(path, assembler) for path in files)
-    made = dict(tiles)
-    products = {"moe_first": made["first"], "moe_second": made["second"]}
+    chosen = dict(tiles)
+    products = {
+        "moe_first": chosen.get("first"),
+        "moe_second": chosen.get("second"),
+        "linear_w4": chosen.get("tile"),
+        "linear": chosen.get("tile"),
+    }
+    products = {name: tile for name, tile in products.items() if name in found and tile is not None}
     # A run of tiles has in its loop what stores results, of 16 bits, through shared memory: words a thread.
     stored = {name: t.block_m * t.block_n // (64 * t.num_warps) * (t.run > 1) for name, t in products.items()}
     return {name: facts | {"results": stored[name]} for name, facts in found.items() if name in products}

@@ -61,6 +61,23 @@ def test_of_a_layer_with_k_in_parts(recipe):
     assert error(q, 20, tile=tile(block_m=32, split_k=3), bias=bias, layer=1) < BAR
 
 
+@pytest.mark.parametrize("recipe", cases.RECIPES)
+@pytest.mark.parametrize("k, block_k, parts", [(600, 128, 4), (1100, 256, 4), (1100, 512, 2), (384, 128, 2)])
+def test_parts_of_k_that_steps_do_not_fill(recipe, k, block_k, parts):
+    """The last parts have fewer steps than the others, or none."""
+    w, x = (jax.random.normal(key, (70, k)) for key in jax.random.split(jax.random.key(0)))
+    x = x[:5].astype(jnp.bfloat16)
+    q = jmoe.quantize(w, recipe)
+    packing, (codes, scale) = cases.packing_of(q), quantized(x, q)
+    made = [
+        linear(codes, cases.packed(q), packing=packing, x_scale=scale, tile=tile(**facts), interpret=True)
+        for facts in ({"block_k": block_k, "split_k": parts}, {"block_m": 64, "split_k": parts}, {"block_m": 64})
+    ]
+    wanted = jmoe.linear(x, q, implementation="reference", preferred_element_type=jnp.float32)
+    for y in made:
+        assert jnp.linalg.norm(y.astype(jnp.float32) - wanted) < BAR * jnp.linalg.norm(wanted)
+
+
 def test_accumulation_in_the_tensor_core_takes_the_same_operands():
     q = jmoe.quantize(jax.random.normal(jax.random.key(0), (64, 256)), "mxfp4_a8")
     assert error(q, 16, tile=tile(), exact=False) < BAR

@@ -159,6 +159,20 @@ def test_fma_multiplies_by_what_broadcasts_and_adds_in_one_operation():
     assert lowered.count("math.fma") == 1
 
 
+def test_a_product_or_nan_keeps_zeros_signs():
+    def kernel(x_ref, o_ref):
+        store(o_ref, (arange(8),), lowering.times_or_nan(load(x_ref, (arange(8),)), load(x_ref, (1,))))
+
+    x = np.array([0.0, 3.0, -0.0, np.inf, -np.inf, np.nan, -2.5, 1e-40], np.float32)
+    found = run(kernel, x, out=lanes.spec((8,)))
+    wanted = np.array([0.0, 9.0, -0.0, np.nan, np.nan, np.nan, -7.5, np.float32(1e-40) * 3], np.float32)
+    np.testing.assert_array_equal(found[:7], wanted[:7])
+    np.testing.assert_array_equal(np.signbit(found[:3]), [False, False, True])
+    assert abs(found[7]) <= wanted[7]  # subnormal numbers may be flushed
+    [lowered] = lanes.lower_for(lambda x: run(kernel, x, out=lanes.spec((8,)), interpret=False), (x,))
+    assert lowered.count("math.fma") == lowered.count("arith.mulf") == 1
+
+
 def test_vmap_adds_an_axis_of_programs():
     def double(x, interpret=True):
         return run(scale_kernel, x, out=lanes.spec((4,)), interpret=interpret, factor=2)
