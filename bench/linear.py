@@ -52,7 +52,7 @@ USUAL = {
 TOKENS = (1, 16, 64, 512, 4096)
 
 _CACHE = 1e8
-"""Bytes that the layers' weights together exceed, if eight layers can."""
+"""Bytes that the layers' weights together exceed, if sixteen layers can."""
 
 
 def _bytes_a_layer(recipe: str, n: int, k: int) -> float:
@@ -60,7 +60,7 @@ def _bytes_a_layer(recipe: str, n: int, k: int) -> float:
 
 
 def _depth(recipe: str, n: int, k: int) -> int:
-    return min(8, max(4, int(-(-_CACHE // _bytes_a_layer(recipe, n, k)))))
+    return min(16, max(4, int(-(-_CACHE // _bytes_a_layer(recipe, n, k)))))
 
 
 def _weights(recipe: str, n: int, k: int) -> Any:

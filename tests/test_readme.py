@@ -192,8 +192,9 @@ def test_the_table_of_gpt_oss_is_what_was_measured():
     head, *lines = speed_table(2)
     assert len(lines) == 4
     for name, *times in lines:
-        recipe = name.strip("`")
-        assert [int(time) for time in times] == [round(rows[f"gpt-oss-120b/{recipe}/{t}"]["us"]) for t in head[1:]]
+        measured = [rows.get(f"gpt-oss-120b/{name.strip('`')}/{t}") for t in head[1:]]
+        assert times == ["-" if row is None else str(round(row["us"])) for row in measured]
+    assert sum(line.count("-") for line in lines) == 1
 
 
 def test_another_gpu_took_no_longer_than_is_said():

@@ -22,7 +22,7 @@ from jmoe.scheme import Recipe
 from pallas_kernels.tuning import table, timing
 from pallas_kernels.tuning.timing import Kernels
 
-_BYTES = 2e9
+_BYTES = 1e9
 """Of the weights of all layers together, so that no call finds its own in the L2 cache."""
 
 _ROUTINGS = 8
@@ -68,7 +68,7 @@ class OnDevice:
             self._kept = None  # before the next ones take memory
             shapes = weight_shapes(op)
             each = sum(map(math.prod, shapes)) * (2 if op.recipe.weight is None else 1)
-            count = max(2, min(8, round(_BYTES / each)))
+            count = max(2, min(16, round(_BYTES / each)))
             keys = jax.random.split(jax.random.key(0), (count, len(shapes)))
             made = [
                 tuple(weight(key, shape, op.recipe, op.dtype) for key, shape in zip(of_layer, shapes, strict=True))

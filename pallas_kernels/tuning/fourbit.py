@@ -74,21 +74,23 @@ def linear_tile(
     if batch_invariant:
         tile = _tile(64, 64, 256 if folds else 128, 4, 3)
     elif m <= 16:
-        tile = _tile(16, 64, 256 if folds or k < 4096 else 512, 4, 5 if folds else 3)
+        tile = _in_parts(_tile(16, 64, 256, 4, 4), n, k, sm_count)
     elif m <= 64:
-        block_k = 128 if kind.words >= 4 else 256
         low = m <= 32 or (kind.scales_sums and capability < 90)
+        block_k = 128 if kind.words >= 4 else 256
         tile = _tile(32 if low else 64, 64, block_k, 4, 3 if block_k == 256 and not folds else 4)
-        if folds and not low and capability == 90:
-            tile = replace(tile, block_n=128, num_warps=8, num_stages=3)
+        if low or kind.scales_sums or capability != 90:
+            tile = _in_parts(tile, n, k, sm_count)
+        else:
+            tile = _of_64_rows(n, k, kind, sm_count)
     elif kind.scales_sums:
         tile = _tile(128, 64, _COLUMNS, 8, 3) if capability == 90 else _tile(64, 64, _COLUMNS, 4, 3)
     elif m <= 128 or -(-m // 256) * -(-n // 128) < 3 * sm_count // 4 or capability != 90:
-        tile = _tile(128, 64, 256 if folds else 128, 4, 3)
+        tile = replace(_tile(128, 64, 128, 4, 4 if folds else 3), group=1 if m <= 256 else 8)
+    elif folds and exact:
+        tile = _tile(128, 128, 256, 8, 3)
     else:
-        tile = _tile(128 if folds and exact else 256, 128, 256 if folds else 128, 8, 3)
-    if m <= 64 and not batch_invariant:
-        tile = replace(tile, split_k=_split(-(-n // 64), -(-k // tile.block_k), sm_count))
+        tile = replace(_tile(256, 128, 128, 8, 3), group=8 if folds else 4)
     if folds and capability < 90 and tile.block_m > 16:  # Ada has no registers for what longer steps unpack
         tile = replace(tile, block_m=min(tile.block_m, 64), block_k=_COLUMNS)
     if folds and exact and capability > 90 and tile.block_m == 16:  # nor has Blackwell for their sums beside them
@@ -255,12 +257,31 @@ def _tile(block_m: int, block_n: int, block_k: int, warps: int, stages: int) -> 
     )
 
 
-def _split(tiles: int, steps: int, sm_count: int) -> int:
-    """Parts of K for so many tiles of rows of w, where they do not fill the GPU."""
-    split = 1
-    while split < 8 and split * tiles < sm_count * 3 // 2 and steps >= 6 * split:
+def _in_parts(tile: MatmulTile, n: int, k: int, sm_count: int) -> MatmulTile:
+    """The tile of few rows with K in parts, where tiles of rows of w do not fill the GPU."""
+    tiles, steps, split = -(-n // tile.block_n), -(-k // tile.block_k), 1
+    while split < 8 and split * tiles < sm_count * 3 // 2 and steps >= 4 * split:
         split *= 2
-    return split
+    # Programs of little K have no use for another stage.
+    return replace(tile, split_k=split, num_stages=min(tile.num_stages, 3) if split > 1 else tile.num_stages)
+
+
+def _of_64_rows(n: int, k: int, kind: Kind, sm_count: int) -> MatmulTile:
+    """The tile of up to 64 rows, as measured on an H200.
+
+    Where most multiprocessors have a program, parts of K cost more to add up than they save, until programs of 128
+    columns fill the GPU.
+    """
+    folds = kind.operand == "e4m3"
+    if folds and 4 * -(-n // 128) >= 3 * sm_count:
+        return replace(_tile(64, 128, _COLUMNS, 4, 4), split_k=2 if k >= _LONG_K else 1)
+    tiles, split = -(-n // 64), 1
+    if 3 * tiles < 2 * sm_count:
+        while split < 8 and split * tiles < sm_count and k >= 512 * split:
+            split *= 2
+    if split > 1 or folds:
+        return replace(_tile(64, 64, _COLUMNS, 4, 6 if split == 1 else 4), split_k=split)
+    return _tile(64, 64, _COLUMNS, 4, 4) if kind.words >= 4 else _tile(64, 64, 2 * _COLUMNS, 4, 3)
 
 
 def _fitted(tile: MatmulTile, halves: int, kind: Kind, capability: int) -> MatmulTile:

@@ -250,6 +250,52 @@ def test_blocks_of_packed_weights_where_rows_or_registers_are_limited():
     assert tall(40 * 128, kind=INT4, intermediate=768).first.block_m == 32
 
 
+NVFP4 = fourbit.Kind(operand="bfloat16", words=4, codes="e2m1")
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "kind", "tile"),
+    [
+        (16, 16384, 8192, INT4, "16x64x256 4 warps 4 stages"),
+        (16, 16384, 8192, MXFP4_A8, "16x64x256 4 warps 4 stages"),
+        (1, 5760, 2880, MXFP4, "16x64x256 4 warps 3 stages K split in 4"),
+        (16, 2880, 4096, INT4, "16x64x256 4 warps 3 stages K split in 8"),
+        (64, 16384, 8192, MXFP4_A8, "64x128x128 4 warps 4 stages K split in 2"),
+        (64, 16384, 2047, MXFP4_A8, "64x128x128 4 warps 4 stages"),
+        (64, 16384, 8192, NVFP4, "64x64x128 4 warps 4 stages"),
+        (64, 16384, 8192, INT4, "64x64x256 4 warps 3 stages"),
+        (64, 5760, 2880, INT4, "64x64x256 4 warps 3 stages"),
+        (64, 5760, 2880, MXFP4_A8, "64x64x128 4 warps 6 stages"),
+        (64, 5760, 2880, NVFP4, "64x64x128 4 warps 4 stages"),
+        (64, 2880, 4096, INT4, "64x64x128 4 warps 4 stages K split in 4"),
+        (64, 2880, 4096, MXFP4_A8, "64x64x128 4 warps 4 stages K split in 4"),
+        (256, 5760, 2880, INT4, "128x64x128 4 warps 3 stages"),
+        (256, 5760, 2880, MXFP4_A8, "128x64x128 4 warps 4 stages"),
+        (256, 16384, 8192, MXFP4, "256x128x128 8 warps 3 stages"),
+        (4096, 5760, 2880, MXFP4_A8, "256x128x128 8 warps 3 stages"),
+    ],
+)
+def test_tiles_of_packed_products_are_those_measured(m, n, k, kind, tile):
+    """On an H200, with the shapes of gpt-oss-120b's projections and of a large layer."""
+    assert str(fourbit.linear_tile(m, n, k, kind=kind)) == f"{tile} swapped"
+
+
+@pytest.mark.parametrize(
+    "m, n, k, kind, group", [(256, 5760, 2880, INT4, 1), (4096, 5760, 2880, INT4, 4), (4096, 5760, 2880, MXFP4_A8, 8)]
+)
+def test_packed_products_go_through_rows_as_measured(m, n, k, kind, group):
+    assert fourbit.linear_tile(m, n, k, kind=kind).group == group
+
+
+def test_parts_of_k_have_steps_of_their_own():
+    """However short K is; a batch-invariant product has none."""
+    for m in (1, 16, 33, 64):
+        for k in (1, 128, 513, 1024):
+            tile = fourbit.linear_tile(m, 64, k, kind=INT4)
+            assert tile.split_k <= max(1, -(-k // tile.block_k) // 2), (m, k)
+        assert fourbit.linear_tile(m, 64, 8192, kind=INT4, batch_invariant=True).split_k == 1
+
+
 def test_many_short_programs_of_promoted_sums_make_several_tiles():
     """Of Qwen3-30B-A3B's products with 8192 tokens, by 1 and 6% on an H200; with 2048 it lost."""
     facts = {"operands": "fp8", "first_cell": 128, "second_cell": 128, "group": 128, "exact": True}
