@@ -221,8 +221,9 @@ def _add(
     for among, right in rights:
         result = []
         for operand, acc in zip(operands, total, strict=True):
-            # Just before its dot. With a step's weights all unpacked before its first dot, high tiles took up to 15%
-            # less time on an H200, but layers with blocks of 128 rows and of 64 gave wrong sums there.
+            # Just before its dot: a step's last one runs on into the next step, whose first dot waits for it, and what
+            # it reads in registers is not to be made again before. All unpacked before the first dot, high tiles took
+            # up to 15% less time on an H200, but some gave wrong sums.
             left = decode.beside([operand.run(r, with_scale=not scaled) for r in among], packing.run)
             if scaled:
                 acc = body.add_scaled(acc, lowering.dot(left, right), [operand.scale_of_run(among[0])[:, None]])
