@@ -220,7 +220,8 @@ def locate(rows: Rows, block: Array, product: Product, lane: Array | None = None
 def for_used(rows: Rows, at: At, product: Product, make: Callable[[Block, Product], None]) -> Block:
     """In a kernel: ``make(block, product)`` if the program's block is used, as high as its rows need; the whole block.
 
-    A block whose rows are no more than the tile's ``short`` is made by a shorter form of the program.
+    A block whose rows are no more than the tile's ``short`` is made by a shorter form of the program, whose tile is as
+    high as that.
     """
     whole, tile = locate(rows, at.block, product), product.tile
     if not tile.short:

@@ -296,7 +296,8 @@ def _dots(step: Step) -> int:
     packing, tile, exact = step
     if packing.operand == "e4m3" and exact:
         return max(1, tile.block_k // COLUMNS)
-    # Two dots took 8% less time of long steps (mxfp4, 16 rows, on an H200), and of short ones up to 12% more.
+    # Two dots took 8% less time of long steps (mxfp4, 16 rows, on an H200), and of short ones up to 12% more. Of one
+    # Triton makes two again, and beside a higher form of the program ptxas then serialises all products of both.
     one = (
         tile.block_m <= 16
         and not tile.short

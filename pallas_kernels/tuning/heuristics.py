@@ -23,7 +23,8 @@ class MatmulTile:
         the registers of one piece.
       run: tiles of columns that a program of a layer of experts makes one after the other, while the next one's
         operands are on their way; for a K of few steps, and promoted sums of many short programs.
-      short: rows that a program of a layer of experts computes where its block has no more; 0 is always ``block_m``.
+      short: rows that a program of a layer of experts computes where its block has no more; 0 is always ``block_m``. As
+        many as ``block_m`` is the tile of those rows itself.
     """
 
     block_m: int
