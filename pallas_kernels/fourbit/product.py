@@ -295,6 +295,9 @@ def _dots(step: Step) -> int:
     """Dots that a step of K goes through one after the other: one may run while the next one's weights unpack."""
     packing, tile, exact = step
     if packing.operand == "e4m3" and exact:
+        if tile.block_k > packing.runs * COLUMNS:
+            longest = packing.runs * COLUMNS
+            raise ValueError(f"block_k {tile.block_k} of {tile} must be {longest} at most for exact sums of e4m3")
         return max(1, tile.block_k // COLUMNS)
     # Two dots took 8% less time of long steps (mxfp4, 16 rows, on an H200), and of short ones up to 12% more. Of one
     # Triton makes two again, and beside a higher form of the program ptxas then serialises all products of both.

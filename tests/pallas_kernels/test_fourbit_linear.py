@@ -70,12 +70,19 @@ def test_parts_of_k_that_steps_do_not_fill(recipe, k, block_k, parts):
     q = jmoe.quantize(w, recipe)
     packing, (codes, scale) = cases.packing_of(q), quantized(x, q)
     made = [
-        linear(codes, cases.packed(q), packing=packing, x_scale=scale, tile=tile(**facts), interpret=True)
+        linear(codes, cases.packed(q), packing=packing, x_scale=scale, tile=tile(**facts), exact=False, interpret=True)
         for facts in ({"block_k": block_k, "split_k": parts}, {"block_m": 64, "split_k": parts}, {"block_m": 64})
     ]
     wanted = jmoe.linear(x, q, implementation="reference", preferred_element_type=jnp.float32)
     for y in made:
         assert jnp.linalg.norm(y.astype(jnp.float32) - wanted) < BAR * jnp.linalg.norm(wanted)
+
+
+def test_a_step_longer_than_exact_sums_take():
+    q = jmoe.quantize(jax.random.normal(jax.random.key(0), (64, 1100)), "mxfp4_a8")
+    with pytest.raises(ValueError, match=r"block_k 512 .* must be 256 at most for exact sums"):
+        error(q, 5, tile=tile(block_k=512))
+    assert error(q, 5, tile=tile(block_k=256)) < BAR
 
 
 def test_accumulation_in_the_tensor_core_takes_the_same_operands():
