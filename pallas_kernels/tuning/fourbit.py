@@ -257,11 +257,17 @@ def _tile(block_m: int, block_n: int, block_k: int, warps: int, stages: int) -> 
     )
 
 
+def _split(tiles: int, enough: int, steps: int) -> int:
+    """Parts of K that make ``enough`` programs of so many tiles of rows of w, with two steps each at least."""
+    split = 1
+    while split < 8 and split * tiles < enough and steps >= 4 * split:
+        split *= 2
+    return split
+
+
 def _in_parts(tile: MatmulTile, n: int, k: int, sm_count: int) -> MatmulTile:
     """The tile of few rows with K in parts, where tiles of rows of w do not fill the GPU."""
-    tiles, steps, split = -(-n // tile.block_n), -(-k // tile.block_k), 1
-    while split < 8 and split * tiles < sm_count * 3 // 2 and steps >= 4 * split:
-        split *= 2
+    split = _split(-(-n // tile.block_n), sm_count * 3 // 2, -(-k // tile.block_k))
     # Programs of little K have no use for another stage.
     return replace(tile, split_k=split, num_stages=min(tile.num_stages, 3) if split > 1 else tile.num_stages)
 
@@ -275,10 +281,8 @@ def _of_64_rows(n: int, k: int, kind: Kind, sm_count: int) -> MatmulTile:
     folds = kind.operand == "e4m3"
     if folds and 4 * -(-n // 128) >= 3 * sm_count:
         return replace(_tile(64, 128, _COLUMNS, 4, 4), split_k=2 if k >= _LONG_K else 1)
-    tiles, split = -(-n // 64), 1
-    if 3 * tiles < 2 * sm_count:
-        while split < 8 and split * tiles < sm_count and k >= 512 * split:
-            split *= 2
+    tiles = -(-n // 64)
+    split = _split(tiles, sm_count, k // _COLUMNS) if 3 * tiles < 2 * sm_count else 1
     if split > 1 or folds:
         return replace(_tile(64, 64, _COLUMNS, 4, 6 if split == 1 else 4), split_k=split)
     return _tile(64, 64, _COLUMNS, 4, 4) if kind.words >= 4 else _tile(64, 64, 2 * _COLUMNS, 4, 3)

@@ -6,6 +6,7 @@ under eight routings. All are compiled in threads before the first runs.
 
 import concurrent.futures
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -103,6 +104,14 @@ def made(case: Case) -> tuple[Layer, jax.Array, jax.Array]:
 
 def _made(case: Case) -> tuple[Layer, jax.Array, jax.Array]:
     return cases.layer(case), *cases.tokens(case)
+
+
+def in_shares(case: Case, layer: Layer, shares: int) -> Callable[..., jax.Array]:
+    """The layer in one program, with K of its second product in so many shares."""
+    tiles = cases.tiles_of(case, layer, **device_facts())
+    if shares > 1:
+        tiles = replace(tiles, second=replace(tiles.second, split_k=shares, run=1))
+    return jax.jit(functools.partial(fused_moe, spec=cases.spec_of(case, layer, tiles)))
 
 
 def error(y: jax.Array, expected: jax.Array) -> jax.Array:
@@ -244,9 +253,7 @@ def test_a_layer_of_several_has_the_bits_of_one_alone(recipe, tokens, shares):
     skip_if_not_served(case)
     layer, x, weights = made(case)
     ids = jnp.asarray(cases.routing("zipf", case))
-    tiles = cases.tiles_of(case, layer, **device_facts())
-    tiles = replace(tiles, second=replace(tiles.second, split_k=shares, run=1 if shares > 1 else tiles.second.run))
-    run = jax.jit(functools.partial(fused_moe, spec=cases.spec_of(case, layer, tiles)))
+    run = in_shares(case, layer, shares)
     alone = cases.arrays(layer)
     stacked = jax.tree.map(lambda a: jnp.stack([jnp.zeros_like(a), a, jnp.ones_like(a)]), alone)
     y = run(x, alone, weights, ids)
@@ -262,9 +269,7 @@ def test_shares_of_k_are_the_reference(recipe, shares, tokens):
     layer, x, weights = made(case)
     ids = jnp.asarray(cases.routing("elsewhere", case))
     x, weights = cases.spoiled(case, x, weights, ids)
-    tiles = cases.tiles_of(case, layer, **device_facts())
-    tiles = replace(tiles, second=replace(tiles.second, split_k=shares, run=1))
-    run = jax.jit(functools.partial(fused_moe, spec=cases.spec_of(case, layer, tiles)))
+    run = in_shares(case, layer, shares)
     y = run(x, cases.arrays(layer), weights, ids)
     options = cases.options_of(case, layer)
     assert (
