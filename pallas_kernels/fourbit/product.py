@@ -13,7 +13,7 @@ each group.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -176,34 +176,33 @@ def _step(
     number: Array | None = None,
 ) -> list[Array]:
     """The accumulators after step ``i`` of K, of all groups or of those of pass ``number``."""
-    rights: Iterable[_Right] = _rights(x, row, step, i)
-    if step.packing.operand == "e4m3" or step.tile.block_m < 64:
-        rights = list(rights)  # all of x before the weights; high tiles with bfloat16 operands load it dot by dot
-    return _add(rights, _scales_sums(x, step.packing), w, parts, step, i, total, number=number)
+    return _add(_rights(x, row, step, i), _scales_sums(x, step.packing), w, parts, step, i, total, number=number)
 
 
 _Right = tuple[range, Array]
 """Runs that go into one dot, and the columns of x that meet them."""
 
 
-def _rights(x: Any, row: Array, step: Step, i: Array) -> Iterator[_Right]:
-    """The right operands of step ``i``'s dots, loaded when they are asked for.
+def _rights(x: Any, row: Array, step: Step, i: Array) -> list[_Right]:
+    """The right operands of step ``i``'s dots.
 
     Where K does not end with the last step, every step has a mask: a last one of its own would wait for its loads.
     """
     packing = step.packing
     runs, masked = packing.runs, _steps(packing, step.tile) * step.tile.block_k != packing.k
     dots = COLUMNS // min(packing.group, COLUMNS) if _scales_sums(x, packing) else _dots(step)
+    found = []
     for j in range(0, runs, runs // dots):
         among = range(j, j + runs // dots)
         column = columns_of_runs(packing, step.tile.block_k, i, j, len(among))
         valid = (column < packing.k)[None, :] if masked else None
         codes = load(x, (row[:, None], column[None, :]), mask=valid, other=0 if masked else None)
-        yield among, body.as_operand(codes, body.F8 if packing.operand == "e4m3" else jnp.bfloat16)
+        found.append((among, body.as_operand(codes, body.F8 if packing.operand == "e4m3" else jnp.bfloat16)))
+    return found
 
 
 def _add(
-    rights: Iterable[_Right],
+    rights: Sequence[_Right],
     scaled: bool,
     w: Packed,
     parts: Sequence[Part],
@@ -217,14 +216,14 @@ def _add(
     packing, tile, exact = step
     operands = [Operands(w, part, packing, tile, i, number) for part in parts]
     promoted = exact and packing.operand == "e4m3"
-
     for among, right in rights:
+        # Triton waits for each dot but the last of every accumulator, which run on into the next step: what that one
+        # begins with, for all accumulators, is unpacked while the tensor core works. Operands of those last dots must
+        # not be unpacked before the next step's first wait, so a whole step's weights may not come before its dots:
+        # ptxas of CUDA 13.0 overwrites registers that are still being read.
+        lefts = [decode.beside([o.run(r, with_scale=not scaled) for r in among], packing.run) for o in operands]
         result = []
-        for operand, acc in zip(operands, total, strict=True):
-            # Just before its dot: a step's last one runs on into the next step, whose first dot waits for it, and what
-            # it reads in registers is not to be made again before. All unpacked before the first dot, high tiles took
-            # up to 15% less time on an H200, but some gave wrong sums.
-            left = decode.beside([operand.run(r, with_scale=not scaled) for r in among], packing.run)
+        for left, operand, acc in zip(lefts, operands, total, strict=True):
             if scaled:
                 acc = body.add_scaled(acc, lowering.dot(left, right), [operand.scale_of_run(among[0])[:, None]])
             else:
@@ -257,7 +256,7 @@ def for_runs(
         lowering.loop(count, one, None)
         return
     steps = [jnp.int32(i) for i in range(pl.cdiv(packing.k, tile.block_k))]
-    rights = [list(_rights(x, row, step, i)) for i in steps]
+    rights = [_rights(x, row, step, i) for i in steps]
 
     def make(number: Array, carry: None) -> None:
         parts = parts_of(number)

@@ -172,10 +172,13 @@ def _height(rows: int, intermediate: int, kind: Kind, exact: bool, *, known: boo
         return 32, 16
     # Two accumulators of 128 rows leave no registers for promotion. Unpacking to bfloat16 takes more power, which
     # lowers the clock where kernels follow each other, than low blocks save.
-    if rows > (144 if folds else 80) and not (folds and exact):
-        return 128, 64
-    just_begun = 0 < rows % 64 <= 16 if known else abs((rows + 32) % 64 - 32) <= 12
-    return 64, 16 if just_begun else 32
+    high = rows > (144 if folds else 80) and not (folds and exact)
+    block_m = 128 if high else 64
+    if high and folds:
+        return block_m, block_m // 2
+    half, quarter = block_m // 2, block_m // 4
+    just_begun = 0 < rows % block_m <= quarter if known else abs((rows + half) % block_m - half) <= 3 * quarter / 4
+    return block_m, quarter if just_begun else half
 
 
 def _on_hopper(

@@ -28,14 +28,15 @@ def ptxas() -> Path | None:
 def read(path: Path, assembler: Path) -> tuple[str, dict[str, Any]]:
     """The kernel of a file of PTX.
 
-    Its registers, the bytes that it spills, whether ptxas lets its tensor core products wait for each other, and how
-    often loops with such products write to shared memory other than by asynchronous copies.
+    Its registers, the bytes that it spills, whether ptxas lets its tensor core products wait for each other, how often
+    loops with such products write to shared memory other than by asynchronous copies, and how many registers they write
+    while a product may still read them.
     """
     command = [str(assembler), "-arch=sm_90a", "-v", str(path), "-o", os.devnull]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     text = path.read_text()
     [kernel] = re.findall(r"\.entry (\w+)\(", text)
-    lines, starts, stores = text.splitlines(), {}, 0
+    lines, starts, stores, overwritten = text.splitlines(), {}, 0, 0
     for number, line in enumerate(lines):
         if label := re.match(r"(\$L\w+):", line):
             starts[label[1]] = number
@@ -44,12 +45,49 @@ def read(path: Path, assembler: Path) -> tuple[str, dict[str, Any]]:
             body = "\n".join(lines[starts[back[1]] : number])
             if "wgmma.mma_async" in body:
                 stores += len(re.findall(r"\b(?:st\.shared|stmatrix)", body))
+                overwritten += written_early(body.splitlines())
     return kernel, {
         "registers": int(re.findall(r"Used (\d+) registers", said)[0]),
         "spilled": int(re.findall(r"(\d+) bytes spill stores", said)[0]),
         "serialised": "wgmma.mma_async instructions are serialized" in said,
         "stores": stores,
+        "overwritten": overwritten,
     }
+
+
+def written_early(loop: list[str]) -> int:
+    """How many registers a loop's instructions write that products under way have as operands, or copies of them.
+
+    A product of an earlier turn may be under way, so the loop is gone through twice. ptxas of CUDA 13.0 takes a copy
+    and what it is of for one register though the product still reads it.
+    """
+    groups: list[set[str]] = []  # of products, committed, from the oldest
+    current: set[str] = set()
+    copy_of: dict[str, str] = {}
+    found = 0
+    for line in loop * 2:
+        operation, _, operands = line.strip().replace("\t", " ").partition(" ")
+        if operation.startswith("wgmma.mma_async"):
+            _, first = re.findall(r"\{([^}]*)\}", operands)[:2] if operands.count("{") > 1 else ("", "")
+            current |= {copy_of.get(register, register) for register in re.findall(r"%\w+", first)}
+        elif operation.startswith("wgmma.commit_group"):
+            groups, current = [*groups, current], set()
+        elif operation.startswith("wgmma.wait_group"):
+            left = int(re.findall(r"\d+", operands)[0])
+            groups = groups[-left:] if left else []
+        elif (written := _written(operation, operands)) and operation.startswith("mov."):
+            of = re.findall(r"%\w+", operands)[-1]
+            copy_of[written.pop()] = copy_of.get(of, of)
+        else:
+            found += len(written & current.union(*groups))
+    return found
+
+
+def _written(operation: str, operands: str) -> set[str]:
+    """The registers that an instruction writes."""
+    nothing = ("st.", "stmatrix", "red.", "bra", "cp.", "bar.", "mbarrier", "@", "//", "{", "}", ".")
+    target = re.match(r"\s*(?:\{[^}]*\}|%\w+)", operands)
+    return set(re.findall(r"%\w+", target[0])) if target and not operation.startswith(nothing) else set()
 
 
 def main(recipe: str, layer: str, tokens: int) -> dict[str, Any]:

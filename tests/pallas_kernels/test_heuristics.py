@@ -196,7 +196,7 @@ def test_programs_of_folded_weights_of_two_steps_of_k_make_several_tiles(tokens,
         (MXFP4_A8, 128, "16x64x128 4 warps 4 stages", "16x64x128 4 warps 5 stages"),
         (MXFP4, 2048, "64x64x128 4 warps 3 stages or 16 rows", "64x128x128 4 warps 4 stages or 16 rows"),
         (MXFP4_A8, 2048, "64x64x128 4 warps 4 stages or 16 rows", "64x128x128 4 warps 4 stages or 16 rows"),
-        (MXFP4, 8192, "128x64x128 4 warps 3 stages or 64 rows", "128x128x128 4 warps 3 stages or 64 rows"),
+        (MXFP4, 8192, "128x64x128 4 warps 3 stages or 32 rows", "128x128x128 4 warps 3 stages or 32 rows"),
     ],
 )
 def test_tiles_of_packed_weights_are_those_measured(kind, tokens, first, second):
@@ -221,14 +221,15 @@ def test_a_run_is_of_no_more_tiles_than_there_are():
 
 
 HEIGHTS = {1: (16, 0), 8: (16, 0), 9: (32, 16), 26: (32, 16), 27: (64, 32), 48: (64, 32), 60: (64, 16), 80: (64, 32)}
+UNFOLDED_HEIGHTS = {81: (128, 64), 103: (128, 64), 104: (128, 32), 152: (128, 32), 153: (128, 64), 512: (128, 32)}
 FOLDED_HEIGHTS = {96: (64, 32), 128: (64, 16), 144: (64, 32), 145: (128, 64), 4096: (128, 64)}
 
 
 @pytest.mark.parametrize(
     ("kind", "heights"),
     [
-        (INT4, HEIGHTS | {81: (128, 64)}),
-        (MXFP4, HEIGHTS | {81: (128, 64)}),
+        (INT4, HEIGHTS | UNFOLDED_HEIGHTS),
+        (MXFP4, HEIGHTS | UNFOLDED_HEIGHTS),
         (MXFP4_A8, HEIGHTS | FOLDED_HEIGHTS),
     ],
     ids=["int4", "mxfp4", "mxfp4_a8"],

@@ -1,4 +1,4 @@
-"""What only ptxas tells: that tensor core products overlap, and that unpacked weights stay in registers."""
+"""What only PTX and ptxas tell: tensor core products overlap, unpacked weights stay in registers, and until they are read."""
 
 import json
 import subprocess
@@ -49,7 +49,7 @@ def test_products_overlap_and_registers_hold_what_is_unpacked(recipe, layer, tok
     assert found and set(found) <= {"moe_first", "moe_second", "linear_w4", "linear"}
     assert len(found) == (1 if layer[0].isdigit() else 2)
     for kernel in found.values():
-        assert not kernel["serialised"], found
+        assert not kernel["serialised"] and not kernel["overwritten"], found
         # Promoted sums of high tiles take a few registers more than there are in JAX 0.10's Triton.
         assert kernel["spilled"] == 0 or recipe == "fp8_block", found
         if recipe.startswith(("int4", "mxfp4", "nvfp4")):
