@@ -216,14 +216,15 @@ def _add(
     packing, tile, exact = step
     operands = [Operands(w, part, packing, tile, i, number) for part in parts]
     promoted = exact and packing.operand == "e4m3"
+    # Triton waits for each dot but the last of every accumulator, which run on into the next step: what that one begins
+    # with, for all accumulators, is unpacked while the tensor core works. Operands of those last dots must not be
+    # unpacked before the next step's first wait, so a whole step's weights may not come before its dots: ptxas of CUDA
+    # 13.0 overwrites registers that are still being read. Short dots of bfloat16 are no work to unpack beside.
+    together = packing.operand == "e4m3" or tile.block_m > 16 or tile.short > 0
     for among, right in rights:
-        # Triton waits for each dot but the last of every accumulator, which run on into the next step: what that one
-        # begins with, for all accumulators, is unpacked while the tensor core works. Operands of those last dots must
-        # not be unpacked before the next step's first wait, so a whole step's weights may not come before its dots:
-        # ptxas of CUDA 13.0 overwrites registers that are still being read.
-        lefts = [decode.beside([o.run(r, with_scale=not scaled) for r in among], packing.run) for o in operands]
+        lefts = (decode.beside([o.run(r, with_scale=not scaled) for r in among], packing.run) for o in operands)
         result = []
-        for left, operand, acc in zip(lefts, operands, total, strict=True):
+        for left, operand, acc in zip(list(lefts) if together else lefts, operands, total, strict=True):
             if scaled:
                 acc = body.add_scaled(acc, lowering.dot(left, right), [operand.scale_of_run(among[0])[:, None]])
             else:

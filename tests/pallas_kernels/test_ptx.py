@@ -1,4 +1,4 @@
-"""What only PTX and ptxas tell: tensor core products overlap, unpacked weights stay in registers, and until they are read."""
+"""What only PTX and ptxas tell: products overlap, and unpacked weights stay in registers until they have been read."""
 
 import json
 import subprocess
