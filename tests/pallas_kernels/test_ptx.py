@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.pallas_kernels import aot
-from tests.pallas_kernels.ptx import ptxas
+from tests.pallas_kernels.ptx import ptxas, written_early
 
 INT4 = "int4:scale_dtype=bfloat16"
 CASES = [
@@ -54,3 +54,14 @@ def test_products_overlap_and_registers_hold_what_is_unpacked(recipe, layer, tok
         assert kernel["spilled"] == 0 or recipe == "fp8_block", found
         if recipe.startswith(("int4", "mxfp4", "nvfp4")):
             assert kernel["stores"] <= kernel["results"], found
+
+
+@pytest.mark.parametrize(("early", "overwritten"), [(True, 1), (False, 0)])
+def test_operands_that_are_made_while_a_product_reads_them_are_found(early, overwritten):
+    """A turn of a loop makes an operand before it waits for the last turn's product, or behind; a copy is of it."""
+    made, wait = "\tadd.s32 \t%r1, %r9, 1;", "\twgmma.wait_group.sync.aligned \t0;"
+    first = [made, wait] if early else [wait, made]
+    product = "\twgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%r20,%r21}, {%r2,%r3}, %rd1, 1, 1, 1, 0;"
+    assert (
+        written_early([*first, "\tmov.b32 \t%r2, %r1;", product, "\twgmma.commit_group.sync.aligned;"]) == overwritten
+    )
