@@ -69,17 +69,20 @@ def written_early(loop: list[str]) -> int:
         operation, _, operands = line.strip().replace("\t", " ").partition(" ")
         if operation.startswith("wgmma.mma_async"):
             _, first = re.findall(r"\{([^}]*)\}", operands)[:2] if operands.count("{") > 1 else ("", "")
-            current |= {copy_of.get(register, register) for register in re.findall(r"%\w+", first)}
+            read = re.findall(r"%\w+", first)
+            current |= {*read, *(copy_of.get(register, register) for register in read)}
         elif operation.startswith("wgmma.commit_group"):
             groups, current = [*groups, current], set()
         elif operation.startswith("wgmma.wait_group"):
             left = int(re.findall(r"\d+", operands)[0])
             groups = groups[-left:] if left else []
-        elif (written := _written(operation, operands)) and operation.startswith("mov."):
-            of = re.findall(r"%\w+", operands)[-1]
-            copy_of[written.pop()] = copy_of.get(of, of)
         else:
+            written = _written(operation, operands)
             found += len(written & current.union(*groups))
+            copy_of = {copy: of for copy, of in copy_of.items() if copy not in written}
+            of = [register for register in re.findall(r"%\w+", operands) if register not in written]
+            if operation.startswith("mov.") and len(of) == 1:
+                copy_of |= {register: copy_of.get(of[0], of[0]) for register in written}
     return found
 
 

@@ -135,19 +135,26 @@ def wide(w: jax.Array, key: jax.Array) -> jax.Array:
     return w.astype(jnp.float32) * jnp.repeat(jnp.exp2(power), 32, axis=-1)[..., :k]
 
 
+LOW = {"block_m": 16, "short": 0, "run": 1}
+
+
 @pytest.mark.parametrize(
-    "tile, split",
+    "tile, split, half, first_row",
     [
-        ({"block_m": 16, "short": 0, "run": 2}, 1),
-        ({"block_m": 32, "short": 16, "run": 1}, 1),
-        ({"block_m": 16, "short": 0, "run": 1}, 2),
+        (LOW | {"run": 2}, 1, 0, 0),
+        (LOW | {"block_m": 32, "short": 16}, 1, 0, 0),
+        (LOW, 2, 0, 0),
+        (LOW, 1, 1, 0),
+        (LOW | {"run": 2}, 1, 0, 64),
     ],
-    ids=["run", "short", "split"],
+    ids=["run", "short", "split", "of up alone", "of a run's second tile alone"],
 )
-def test_rows_of_many_exponents_go_over_k_again(tile, split):
+def test_rows_of_many_exponents_go_over_k_again(tile, split, half, first_row):
     case = Case(recipe="mxfp4_a8", tokens=40, hidden=160, intermediate=144, experts=2, top_k=1)
     plain, keys = moe_cases.layer(replace(case, recipe="bf16")), jax.random.split(jax.random.key(1))
-    w13, w2 = (jmoe.quantize(wide(w, key), case.recipe) for w, key in zip((plain.w13, plain.w2), keys, strict=True))
+    w13 = plain.w13.at[:, half:, first_row:].set(wide(plain.w13[:, half:, first_row:], keys[0]).astype(jnp.bfloat16))
+    w2 = plain.w2.at[:, first_row:].set(wide(plain.w2[:, first_row:], keys[1]).astype(jnp.bfloat16))
+    w13, w2 = (jmoe.quantize(w, case.recipe) for w in (w13, w2))
     layer = plain._replace(w13=w13, w2=w2)
     x, weights = moe_cases.tokens(case)
     ids = jnp.asarray(moe_cases.routing("uniform", case))

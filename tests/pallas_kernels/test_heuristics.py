@@ -211,6 +211,14 @@ def test_tiles_are_those_of_the_experts_that_are_here():
         whole = fourbit.moe_tiles(96, 2880, 2880, 128, 4, kind=kind)
         assert fourbit.moe_tiles(96, 2880, 2880, 64, 4, global_experts=128, kind=kind) == whole
         assert fourbit.moe_tiles(3, 2880, 2880, 128, 1, batched=True, kind=kind) == whole
+        # Six rows of each, which would be twelve were there no experts elsewhere.
+        whole = fourbit.moe_tiles(200, 2880, 2880, 128, 4, kind=kind)
+        assert fourbit.moe_tiles(200, 2880, 2880, 64, 4, global_experts=128, kind=kind) == whole
+        assert whole != fourbit.moe_tiles(200, 2880, 2880, 64, 4, kind=kind)
+        # Blocks that are not full are as many programs.
+        whole = fourbit.moe_tiles(128, 2048, 768, 128, 8, kind=kind)
+        assert fourbit.moe_tiles(8, 2048, 768, 128, 1, batched=True, kind=kind).second.run == whole.second.run
+    assert whole.second.run > 1
 
 
 def test_a_run_is_of_no_more_tiles_than_there_are():
