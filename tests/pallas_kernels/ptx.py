@@ -69,8 +69,8 @@ def written_early(loop: list[str]) -> int:
         operation, _, operands = line.strip().replace("\t", " ").partition(" ")
         if operation.startswith("wgmma.mma_async"):
             _, first = re.findall(r"\{([^}]*)\}", operands)[:2] if operands.count("{") > 1 else ("", "")
-            read = re.findall(r"%\w+", first)
-            current |= {*read, *(copy_of.get(register, register) for register in read)}
+            operand = re.findall(r"%\w+", first)
+            current |= {*operand, *(copy_of.get(register, register) for register in operand)}
         elif operation.startswith("wgmma.commit_group"):
             groups, current = [*groups, current], set()
         elif operation.startswith("wgmma.wait_group"):
